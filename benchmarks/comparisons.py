@@ -89,14 +89,7 @@ COMPARISONS = {
         "transformer",
         4,
         "fit",
-        (
-            "plain",
-            "data_parallel",
-            "model_parallel",
-            "by_hand",
-            "ours",
-            "ours_fused",
-        ),
+        ("plain", "data_parallel", "model_parallel", "by_hand", "ours", "ours_fused"),
         (("ours", "by_hand", 0.97),),
     ),
     "lstm_fit": Comparison(

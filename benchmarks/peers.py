@@ -150,10 +150,7 @@ class TorchDDP:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self._others = torch.multiprocessing.spawn(
-            _follow,
-            (port, processes, workload.title),
-            nprocs=processes - 1,
-            join=False,
+            _follow, (port, processes, workload.title), nprocs=processes - 1, join=False
         )
         self._round = _ddp_round(0, port, processes, workload, model.get_weights())
         self._go = torch.ones(())

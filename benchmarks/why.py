@@ -614,9 +614,7 @@ def rows_of(facts: dict[str, Any]) -> list[list[str]]:
             f"synchronized {ODD}",
         ),
         row(
-            f"`BatchNormalization()`, {EVEN} rows [2]",
-            "batch_norm",
-            f"replica {EVEN}",
+            f"`BatchNormalization()`, {EVEN} rows [2]", "batch_norm", f"replica {EVEN}"
         ),
         row(f"`BatchNormalization()`, {ODD} rows [2]", "batch_norm", f"replica {ODD}"),
         row(

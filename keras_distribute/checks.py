@@ -41,6 +41,11 @@ def listed(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + more
 
 
+def counted(number: int, word: str) -> str:
+    """`"1 row"`, `"2 rows"`."""
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
 def bytes_in_words(count: float) -> str:
     """`"17 B"`, `"1.5 KiB"`, `"15.75 GiB"`: in units of 1024 (IEC 80000-13)."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -90,11 +95,7 @@ def imported(name: str, what: str, fix: str) -> Any:
 
 
 def function(
-    name: str,
-    value: Any,
-    what: str,
-    fix: str,
-    error: _Error = StructureTypeError,
+    name: str, value: Any, what: str, fix: str, error: _Error = StructureTypeError
 ) -> None:
     """Raises unless `value` can be called."""
     if not callable(value):

@@ -98,14 +98,9 @@ def set_cpu_devices(num_devices: int) -> None:
         >>> import keras_distribute as kd
         >>> kd.config.set_cpu_devices(8)
     """
-    checks.count(
-        "num_devices",
-        num_devices,
-        1,
-        what="The number of CPU devices is an integer of at least 1.",
-        fix="kd.config.set_cpu_devices(8)",
-        error=DeviceError,
-    )
+    what = "The number of CPU devices is an integer of at least 1."
+    fix = "kd.config.set_cpu_devices(8)"
+    checks.count("num_devices", num_devices, 1, what=what, fix=fix, error=DeviceError)
     if jax_internals.backends_are_initialized():
         existing = jax.device_count("cpu")
         if existing != num_devices:

@@ -212,9 +212,7 @@ def without_gathering() -> contextlib.AbstractContextManager[Any]:
 
 
 def gradients_taker() -> Callable[..., None] | None:
-    """What is called with an optimizer, gradients and variables, in place of the
-    optimizer's `apply`.
-    """
+    """What is called with optimizer, gradients and variables, in place of `apply`."""
     for entry in reversed(in_force.thread.frames):
         if entry.updates:
             return None
@@ -261,9 +259,7 @@ def ragged_trace() -> Any:
 
 @contextlib.contextmanager
 def entered(new: Frame) -> Generator[Frame]:
-    """Makes `new` the innermost frame for a `with` block; removed again whatever
-    happens inside.
-    """
+    """Makes `new` the innermost frame for a `with` block, whatever happens inside."""
     in_force.thread.frames.append(new)
     depth = len(in_force.thread.frames)
     try:
@@ -395,13 +391,8 @@ def experimental_set_strategy(strategy: AnyStrategy | None) -> None:
     """
     own = getattr(strategy, "top_frame", None)
     if strategy is not None and not isinstance(own, Frame):
-        checks.instance(
-            "strategy",
-            strategy,
-            (),
-            "experimental_set_strategy takes a strategy.",
-            "kd.MirroredStrategy()",
-        )
+        what = "experimental_set_strategy takes a strategy."
+        checks.instance("strategy", strategy, (), what, "kd.MirroredStrategy()")
     scopes = list(in_force.scopes.items())
     opened = [(one, thread) for one, thread in scopes if thread.is_alive()]
     if in_force.thread.frames or opened:
@@ -422,8 +413,7 @@ def experimental_set_strategy(strategy: AnyStrategy | None) -> None:
 
 def describe(current: Frame) -> str:
     """A frame in words, for error texts."""
-    count = current.strategy.num_replicas_in_sync
-    replicas = f"{count} replica{'s' if count != 1 else ''}"
+    replicas = checks.counted(current.strategy.num_replicas_in_sync, "replica")
     name = type(current.strategy).__name__
     return f"the {current.mode.value} context of {name} ({replicas})."
 

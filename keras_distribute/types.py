@@ -170,19 +170,11 @@ class CommunicationOptions:
     implementation: CommunicationImplementation = CommunicationImplementation.AUTO
 
     def __post_init__(self) -> None:
-        checks.count(
-            "bytes_per_pack",
-            self.bytes_per_pack,
-            what="bytes_per_pack is a number of bytes.",
-            fix="a number >= 0.",
-        )
+        what, fix = "bytes_per_pack is a number of bytes.", "a number >= 0."
+        checks.count("bytes_per_pack", self.bytes_per_pack, what=what, fix=fix)
         if self.timeout_seconds is not None:
-            checks.number(
-                "timeout_seconds",
-                self.timeout_seconds,
-                what="timeout_seconds is a time.",
-                fix="a number > 0, or None.",
-            )
+            what, fix = "timeout_seconds is a time.", "a number > 0, or None."
+            checks.number("timeout_seconds", self.timeout_seconds, what=what, fix=fix)
         checks.instance(
             "implementation",
             self.implementation,
@@ -194,13 +186,9 @@ class CommunicationOptions:
     @staticmethod
     def checked(options: CommunicationOptions | None) -> CommunicationOptions:
         """The options; those by default for `None`."""
-        checks.instance(
-            "options",
-            options,
-            CommunicationOptions | None,
-            "The options are CommunicationOptions.",
-            "kd.experimental.CommunicationOptions(bytes_per_pack=2**22), or None.",
-        )
+        what = "The options are CommunicationOptions."
+        fix = "kd.experimental.CommunicationOptions(bytes_per_pack=2**22), or None."
+        checks.instance("options", options, CommunicationOptions | None, what, fix)
         return options or CommunicationOptions()
 
     def refuse_for_one_collective(self) -> None:

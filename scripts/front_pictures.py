@@ -86,12 +86,7 @@ TOO_LARGE = (
         "all three: 1/(n m)",
         GREEN,
     ),
-    (
-        ("activations of", "many rows"),
-        ("fewer rows", "a step"),
-        "or in 16 bits",
-        GRAY,
-    ),
+    (("activations of", "many rows"), ("fewer rows", "a step"), "or in 16 bits", GRAY),
 )
 
 
@@ -120,8 +115,7 @@ def what_to_divide() -> str:
 
 
 def _choice(
-    question: str,
-    branches: Sequence[tuple[Sequence[str], Sequence[str], str, str]],
+    question: str, branches: Sequence[tuple[Sequence[str], Sequence[str], str, str]]
 ) -> list[str]:
     """A question, and an answer below each case."""
     step = WIDTH / len(branches)

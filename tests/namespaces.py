@@ -21,9 +21,7 @@ def ip(*arguments):
 
 @contextlib.contextmanager
 def two_hosts():
-    """The names of two namespaces with a link between them, whose ends are `link0` and
-    `link1`.
-    """
+    """The names of two namespaces, linked by `link0` and `link1`."""
     names = [f"kd{os.getpid()}-{i}" for i in (0, 1)]
     hosts = [pathlib.Path("/etc/netns") / name for name in names]
     try:

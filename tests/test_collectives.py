@@ -303,8 +303,7 @@ def test_the_default_strategy_reduces_to_the_dtype_of_one_replica(op, dtype):
 
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
 @pytest.mark.parametrize(
-    "ops",
-    [kd.NcclAllReduce, kd.HierarchicalCopyAllReduce, kd.ReductionToOneDevice],
+    "ops", [kd.NcclAllReduce, kd.HierarchicalCopyAllReduce, kd.ReductionToOneDevice]
 )
 def test_values_without_elements_are_reduced(ops, op):
     strategy = mirrored(2, cross_device_ops=ops())

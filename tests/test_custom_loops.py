@@ -654,9 +654,7 @@ def test_average_loss_and_regularization():
 @pytest.mark.parametrize("sizes", [[8], [3, 5], [4, 4], [5, 0, 3], [1] * 8])
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_losses_of_several_outputs(sizes, masked):
-    """`compute_loss` keeps a metric for each output: the mean over all rows, as on one
-    device.
-    """
+    """`compute_loss` keeps a metric an output: the mean of all rows, as one device."""
     ends = np.cumsum([0, *sizes])
     weights = RNG.rand(8).astype("float32")
 

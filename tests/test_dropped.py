@@ -73,9 +73,7 @@ def test_an_end_may_settle():
 
 
 def test_garbage_that_is_found_under_the_lock_of_the_threads_does_not_wait_for_itself():
-    """A finalizer that joined a thread here would wait for a lock that its own thread
-    holds.
-    """
+    """A finalizer that joined a thread would wait for its own thread's lock."""
     ended, joined = [], threading.Thread(target=lambda: None)
     joined.start()
     collected = threading.Event()

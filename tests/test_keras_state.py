@@ -148,9 +148,7 @@ class ReadsAWeight(keras.Sequential):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_step_that_reads_beside_its_state_is_refused(replicas: int) -> None:
-    """It would go on with the value that its trace has seen; Keras's own ends with a
-    TypeError.
-    """
+    """It would keep the value that its trace saw; Keras's own is a TypeError."""
     model = built(replicas, ReadsItsRate)
     with pytest.raises(VariableScopeError, match=r"(?s)learning_rate.*from `state`"):
         model.fit(X, X[:, :1], batch_size=8, verbose=0)

@@ -113,9 +113,7 @@ def token_classifier(parts: Any = None, **compiling: Any) -> Any:
 def test_rows_that_do_not_divide_are_scattered_once(
     num_logical: int, parts: Any, size: int, steps: int
 ) -> None:
-    """XLA scatters the padding, too, of rows that are divided unevenly over the
-    replicas alone.
-    """
+    """XLA scatters padding, too, of rows divided unevenly over replicas alone."""
     tokens = np.random.RandomState(2).randint(1, 5, (21, 6))
     plain = token_classifier(steps_per_execution=steps)
     with tpu_strategy(num_logical).scope():
@@ -358,10 +356,7 @@ def test_packed_and_accumulating_steps(
         return model
 
     options: dict[str, Any] = {} if accumulation else {"shard_optimizer_state": True}
-    strategies = [
-        mirrored(2),
-        tpu_strategy(4, layout_map=HIDDEN, **options),
-    ]
+    strategies = [mirrored(2), tpu_strategy(4, layout_map=HIDDEN, **options)]
     models = [built(strategy) for strategy in strategies]
     for model in models:
         model.fit(

@@ -74,9 +74,7 @@ with keras_distribute.MirroredStrategy(["cpu:0"]).scope():
 
 
 def test_private_attributes_are_looked_up_at_the_import():
-    """Each that a module of `_compat` uses of Keras is in a `check` or a `replace`
-    there.
-    """
+    """Each that a module of `_compat` uses is in a `check` or a `replace` there."""
     modules = {
         path.stem: ast.parse(path.read_text())
         for path in (PACKAGE / "_compat").glob("*.py")

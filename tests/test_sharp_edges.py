@@ -192,9 +192,7 @@ _APART = {
 
 @pytest.mark.parametrize("how", _APART)
 def test_assignments_in_functions_that_jax_traces_apart_are_refused(strategy, how):
-    """They would be lost, or be made in any case, as that of a branch that is not
-    taken.
-    """
+    """They would be lost, or be made in any case, as of a branch that is not taken."""
     with strategy.scope():
         variable = keras.Variable(np.ones(2, "float32"), name="apart")
         weight = keras.Variable(3.0)
@@ -397,9 +395,7 @@ def test_batch_normalization_of_what_is_not_the_batch(strategy):
 
 
 def test_models_around_and_beside(strategy):
-    """A model of parts from a scope runs on its replicas; a plain model in a callback
-    stays plain.
-    """
+    """A model of a scope's parts runs on replicas; a plain one stays plain."""
     with strategy.scope():
         backbone = keras.Sequential([keras.Input((2,)), layers.Dense(3)])
     extractor = keras.Model(backbone.inputs, backbone.layers[0].output)

@@ -34,9 +34,7 @@ def temporary_bytes(model, strategy, rows):
 def test_a_tail_needs_no_more_than_a_full_batch(tail, monkeypatch):
     plan_of = choose.plan_of
     monkeypatch.setattr(
-        choose,
-        "plan_of",
-        lambda *of: dataclasses.replace(plan_of(*of), is_local=False),
+        choose, "plan_of", lambda *of: dataclasses.replace(plan_of(*of), is_local=False)
     )
     strategy = mirrored(4)
     with strategy.scope():

@@ -29,9 +29,7 @@ BASES = (
 
 
 def rows():
-    """Each name that the page has, without `tf.distribute.`, with its status and its
-    remark.
-    """
+    """Each name of the page, without `tf.distribute.`, with status and remark."""
     found = {}
     for section in re.split(r"^## ", TABLES, flags=re.MULTILINE)[1:]:
         module, body = section.split("\n", 1)

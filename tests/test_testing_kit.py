@@ -72,23 +72,25 @@ def test_the_names_and_the_marks():
         combinations.combine(scales=[1])(lambda strategy, scale: None)
 
 
+def test_an_environment_of_other_things_than_texts_is_refused_in_a_sentence():
+    what = r"^environment is a dict by name, of texts\.\n"
+    with pytest.raises(kd.errors.StructureTypeError, match=what):
+        kd.testing.MultiProcessRunner(pickle.dumps, environment={"A": 1})
+    with pytest.raises(kd.errors.StructureTypeError, match="kwargs is a dict by name"):
+        kd.testing.MultiProcessRunner(pickle.dumps, kwargs=[1])
+
+
 def test_devices_that_are_missing_are_named():
     assert kd.testing.cpu_devices(3) == ["cpu:0", "cpu:1", "cpu:2"]
     with pytest.raises(kd.errors.DeviceError, match="The test needs 99 CPU devices"):
         kd.testing.cpu_devices(99)
 
 
-def fit(fault):
+def fit(*callbacks):
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    model.fit(
-        np.ones((20, 3)),
-        np.ones((20, 1)),
-        batch_size=4,
-        epochs=2,
-        verbose=0,
-        callbacks=[fault],
-    )
+    x, y = np.ones((20, 3)), np.ones((20, 1))
+    model.fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=callbacks)
     return model
 
 
@@ -99,20 +101,11 @@ def fit(fault):
 def test_a_fault_comes_at_its_moment(moment, step, at):
     fault = kd.testing.Fault("raise", moment=moment, step=step, error=KeyError("here"))
     seen = []
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
     note = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: seen.append(batch)
     )
     with pytest.raises(KeyError, match="here"):
-        model.fit(
-            np.ones((20, 3)),
-            np.ones((20, 1)),
-            batch_size=4,
-            epochs=2,
-            verbose=0,
-            callbacks=[note, fault],
-        )
+        fit(note, fault)
     assert len(seen) == at and fault.came
 
 

@@ -39,9 +39,7 @@ def built(strategy: kd.Strategy, seed: int = 0) -> keras.Model:
 
 
 def together(*functions: Callable[[], Any]) -> list[Any]:
-    """What the functions return, all begun at one moment; raises what one of them
-    raises.
-    """
+    """What functions return, begun at one moment; raises what one of them raises."""
     begin = threading.Barrier(len(functions))
 
     def run(function: Callable[[], Any]) -> Any:

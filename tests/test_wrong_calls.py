@@ -206,9 +206,7 @@ def either(*takes: Any) -> Any:
 
 
 def numbers(value: Any) -> bool | None:
-    """Arrays, numbers, and what may stand for them; a structure is none of our
-    business.
-    """
+    """Arrays, numbers, and what may stand for them; no structures."""
     if type(value) in (str, bytes, set, type, type(len), type(math), object):
         return False
     return None
@@ -404,6 +402,20 @@ parameter_servers = {
     "communication_dtype": lambda v: v is None,
     "outer_optimizer": lambda v: v is None,  # There are no local steps.
 }
+reduced_pairs = {
+    "reduce_op": reduction,
+    "value_destination_pairs": lambda v: None if isinstance(v, list | tuple) else False,
+    "options": communication,
+}
+synchronous = {
+    "shard_optimizer_state": flag,
+    "communication_dtype": lambda v: v is None,
+    "deterministic": flag,
+    "num_replicas": lambda v: v is None,
+    "shard_variables": flag,
+    "min_shard_bytes": integer(1),
+    "layout_map": lambda v: v is None or (None if isinstance(v, dict) else False),
+}
 A_TASK = {"job_name": "ps", "task_index": 0, "start": False}
 
 TARGETS: dict[str, Target] = {
@@ -453,11 +465,7 @@ TARGETS: dict[str, Target] = {
     ),
     "CheckpointManager.delete": method(manager, "delete", step=integer()),
     "CheckpointManager.restore": method(
-        manager,
-        "restore",
-        step=integer(0, none=True),
-        partial=flag,
-        fallback=flag,
+        manager, "restore", step=integer(0, none=True), partial=flag, fallback=flag
     ),
     "CheckpointManager.save": method(
         manager,
@@ -470,14 +478,7 @@ TARGETS: dict[str, Target] = {
         force=flag,
     ),
     "CrossDeviceOps.batch_reduce": method(
-        kd.NcclAllReduce,
-        "batch_reduce",
-        lambda: PAIRS,
-        reduce_op=reduction,
-        value_destination_pairs=lambda v: (
-            None if isinstance(v, list | tuple) else False
-        ),
-        options=communication,
+        kd.NcclAllReduce, "batch_reduce", lambda: PAIRS, **reduced_pairs
     ),
     "CrossDeviceOps.broadcast": method(
         kd.NcclAllReduce,
@@ -539,27 +540,15 @@ TARGETS: dict[str, Target] = {
         lambda: {"devices": ["cpu:0"]},
         devices=lambda v: v is None,
         cross_device_ops=of(kd.CrossDeviceOps, none=True),
-        shard_optimizer_state=flag,
-        communication_dtype=lambda v: v is None,
-        deterministic=flag,
-        num_replicas=lambda v: v is None,
-        shard_variables=flag,
-        min_shard_bytes=integer(1),
         num_logical_devices=lambda v: integer(1)(v) and int(v) == 1,
-        layout_map=lambda v: v is None or (None if isinstance(v, dict) else False),
+        **synchronous,
     ),
     "MultiWorkerMirroredStrategy": made(
         kd.MultiWorkerMirroredStrategy,
         cluster_resolver=of(cr.ClusterResolver, none=True),
         communication_options=communication,
-        shard_optimizer_state=flag,
-        communication_dtype=lambda v: v is None,
-        deterministic=flag,
-        num_replicas=lambda v: v is None,
-        shard_variables=flag,
-        min_shard_bytes=integer(1),
         num_logical_devices=lambda v: integer(1)(v) and 8 % int(v) == 0,
-        layout_map=lambda v: v is None or (None if isinstance(v, dict) else False),
+        **synchronous,
     ),
     "OneDeviceStrategy": made(kd.OneDeviceStrategy, device=lambda v: False),
     "ParameterServerStrategy": made(kd.ParameterServerStrategy, **parameter_servers),
@@ -703,14 +692,7 @@ TARGETS: dict[str, Target] = {
         },
     ),
     "StrategyExtended.batch_reduce_to": method(
-        lambda: strategy().extended,
-        "batch_reduce_to",
-        lambda: PAIRS,
-        reduce_op=reduction,
-        value_destination_pairs=lambda v: (
-            None if isinstance(v, list | tuple) else False
-        ),
-        options=communication,
+        lambda: strategy().extended, "batch_reduce_to", lambda: PAIRS, **reduced_pairs
     ),
     "StrategyExtended.reduce_to": method(
         lambda: strategy().extended,
@@ -992,9 +974,7 @@ TARGETS: dict[str, Target] = {
         slurm, "num_accelerators", **accelerators
     ),
     "cluster_resolver.TFConfigClusterResolver": made(
-        cr.TFConfigClusterResolver,
-        **numbered_task,
-        environment=text(none=True),
+        cr.TFConfigClusterResolver, **numbered_task, environment=text(none=True)
     ),
     "cluster_resolver.TPUClusterResolver": made(
         cr.TPUClusterResolver,
@@ -1255,8 +1235,7 @@ KERAS: dict[str, Target] = {
     ),
     **{
         f"Model.{name}": Target(
-            lambda x, name=name: getattr(model(), name)(x, verbose=0),
-            {"x": rows},
+            lambda x, name=name: getattr(model(), name)(x, verbose=0), {"x": rows}
         )
         for name in ("evaluate", "predict")
     },
@@ -1571,10 +1550,7 @@ ENVIRONMENTS = {
         PMIX_NAMESPACE=TEXTS,
     ),
     "MPICH": texts_of(
-        PMI_SIZE=TEXTS,
-        PMI_RANK=TEXTS,
-        MPI_LOCALNRANKS=TEXTS,
-        MPI_LOCALRANKID=TEXTS,
+        PMI_SIZE=TEXTS, PMI_RANK=TEXTS, MPI_LOCALNRANKS=TEXTS, MPI_LOCALRANKID=TEXTS
     ),
     "TPU": texts_of(
         TPU_WORKER_HOSTNAMES=ADDRESSES,

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import keras
 import numpy as np
 from keras import tree
@@ -38,6 +37,7 @@ from keras.src.trainers.data_adapters.torch_data_loader_adapter import (
     TorchDataLoaderAdapter,
 )
 
+from keras_distribute._compat.jax_internals import is_key
 from keras_distribute._compat.seams import Replacements, check
 
 __all__ = [
@@ -65,9 +65,7 @@ Around = Callable[[Callable[..., Any], Any, dict[str, Any]], Any]
 
 
 def install(replaced: Replacements, around: Around) -> None:
-    """Puts `around(original, x, arguments)` around the choice of an adapter for the `x`
-    of `fit`.
-    """
+    """Puts `around(original, x, arguments)` around `fit`'s choice of an adapter."""
     original = data_adapters.get_data_adapter
 
     def get_data_adapter(x: Any, **arguments: Any) -> DataAdapter:
@@ -82,17 +80,13 @@ def adapter_of(x: Any, y: Any = None, sample_weight: Any = None) -> DataAdapter:
 
 
 def sliceable_arrays(structure: Any) -> Any:
-    """The arrays of a structure (NumPy, pandas, TensorFlow, JAX, SciPy sparse), to give
-    to `take`.
-    """
+    """The arrays of a structure, of whichever library, to give to `take`."""
     return tree.map_structure(_sliceable_array, structure)
 
 
 def _sliceable_array(array: Any) -> Any:
     # Keys of random numbers, which Keras would make NumPy's.
-    if isinstance(array, jax.Array) and jnp.issubdtype(
-        array.dtype, jax.dtypes.prng_key
-    ):
+    if is_key(array):
         return array_slicing.Sliceable(array)
     return array_slicing.convert_to_sliceable(array, target_backend="jax")
 
@@ -109,9 +103,7 @@ def take(sliceables: Any, indices: Any) -> Any:
 
 
 def arrays_of(adapter: Any) -> tuple[Any, int, int, bool | str]:
-    """The sliceable arrays of an adapter, their rows, the batch size, and how they are
-    shuffled.
-    """
+    """The sliceable arrays of an adapter, their rows, batch size, and shuffling."""
     return (
         sliceable_arrays(adapter._inputs),
         adapter._num_samples,
@@ -121,9 +113,7 @@ def arrays_of(adapter: Any) -> tuple[Any, int, int, bool | str]:
 
 
 def epoch_of(adapter: Any) -> int | None:
-    """The epoch by which an adapter shuffles next, or `None`: from the
-    global streams.
-    """
+    """The epoch by which an adapter shuffles next; `None`: from the global streams."""
     return getattr(_counting(adapter), "_epoch", None)
 
 
@@ -181,9 +171,7 @@ def torch_loader_of(adapter: Any) -> Any:
 
 
 def py_dataset_of(adapter: Any) -> tuple[Any, Any, bool]:
-    """The `PyDataset` of an adapter, its class weights, and whether its batches are
-    shuffled.
-    """
+    """The `PyDataset` of an adapter, its class weights, and whether it is shuffled."""
     return adapter.py_dataset, adapter.class_weight, bool(adapter.shuffle)
 
 
@@ -233,9 +221,7 @@ def generator_batches(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def generator_of(adapter: Any) -> tuple[list[Any], Callable[[], Iterator[Any]]]:
-    """The batches that Keras has looked at, and a function that gives an iterator over
-    those and the rest.
-    """
+    """The batches that Keras has looked at, and what iterates over all of them."""
     return adapter._first_batches, adapter.get_jax_iterator
 
 

@@ -129,26 +129,20 @@ def has_monitor(callback: Any) -> bool:
 
 
 def last_orbax_step(callback: Any) -> int | None:
-    """The last step that an `OrbaxCheckpoint` has saved, once it is complete; `None`
-    without one.
-    """
+    """The last step that an `OrbaxCheckpoint` has saved; `None` without one."""
     callback.checkpointer.wait()
     return max((info.step for info in callback.checkpointer.checkpoints), default=None)
 
 
 def forget_orbax_steps(callback: Any, last: int | None) -> None:
-    """Deletes the steps after `last`, which an `OrbaxCheckpoint` would refuse to save
-    again.
-    """
+    """Deletes the steps after `last`, so that an `OrbaxCheckpoint` saves them again."""
     for info in callback.checkpointer.checkpoints:
         if last is None or info.step > last:
             callback.checkpointer.delete(info.step)
 
 
 def global_seed() -> np.ndarray[Any, Any] | None:
-    """The state of the global seed generator of this thread; `None` before it
-    was used.
-    """
+    """The state of this thread's global seed generator; `None` before it was used."""
     generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
     return None if generator is None else np.asarray(generator.state)
 

@@ -46,16 +46,12 @@ def default_name(instance: Any) -> str:
 
 
 def stored_array(variable: Any) -> Any:
-    """The array that a variable holds, whatever scope is open; `None` if it
-    holds none.
-    """
+    """The array that a variable holds, in any scope; `None` if it holds none."""
     return variable.stored if hasattr(variable, "stored") else variable._value
 
 
 def has_unbuilt_metrics(model: Any) -> bool:
-    """Whether metrics or losses given to `compile` wait for the first batch to create
-    their variables.
-    """
+    """Whether metrics or losses given to `compile` wait for the first batch."""
     parts = (
         getattr(model, "_compile_metrics", None),
         getattr(model, "_compile_loss", None),

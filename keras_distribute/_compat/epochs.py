@@ -53,15 +53,11 @@ class Follower(Protocol):
         ...
 
     def step_ended(self, steps: int) -> None:
-        """Called when `steps` of the epoch are done, and `fit` asks for the
-        next one.
-        """
+        """Called when `steps` of the epoch are done, and `fit` asks for the next."""
         ...
 
     def test_step_ended(self) -> None:
-        """Called likewise within an `evaluate` or `predict` that was called in the
-        `fit`.
-        """
+        """Called likewise within an `evaluate` or `predict` called in the `fit`."""
         ...
 
     def train_function(
@@ -130,7 +126,8 @@ class Pass(Iterator[Any]):
 def follow(trainer: Any, follower: Follower) -> None:
     """Lets `follower` follow the `fit` that has begun, until it is left."""
     original = trainer.train_function
-    _set(trainer, _FOLLOWER, (follower, original))
+    # Not Keras's `__setattr__`, which would track what is inside.
+    object.__setattr__(trainer, _FOLLOWER, (follower, original))
     trainer.train_function = lambda state, data: follower.train_function(
         original, state, data
     )
@@ -145,7 +142,7 @@ def fit_ended(trainer: Any) -> None:
     """Ends the following."""
     follower, original = getattr(trainer, _FOLLOWER, (None, None))
     if follower is not None:
-        _set(trainer, _FOLLOWER, (None, None))
+        object.__setattr__(trainer, _FOLLOWER, (None, None))
         trainer.train_function = original
         follower.fit_ended()
 
@@ -183,9 +180,7 @@ def kind_of_data(epochs: Any) -> str:
 
 
 def _is_open(epochs: Any, last: Pass) -> bool:
-    """Whether the next epoch goes on in the same pass, as it does with
-    `steps_per_epoch`.
-    """
+    """Whether the next epoch goes on in the same pass, as with `steps_per_epoch`."""
     return epochs.steps_per_epoch is not None and epochs._current_iterator is last
 
 
@@ -292,8 +287,3 @@ def _move_between_passes(epochs: Any, place: Place) -> None:
         # where that left it.
         batches.feed.close()
     adapters.set_epoch(epochs.data_adapter, place.data.get("epoch"))
-
-
-def _set(owner: Any, name: str, value: Any) -> None:
-    # Not Keras's `__setattr__`, which would track what is inside.
-    object.__setattr__(owner, name, value)

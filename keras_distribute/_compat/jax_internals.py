@@ -49,6 +49,8 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.dtypes
+import jax.numpy as jnp
 import numpy as np
 from jax._src import core, distributed, xla_bridge
 from jax._src.interpreters import partial_eval, pxla
@@ -57,24 +59,25 @@ from jax._src.lax import parallel
 from keras_distribute._compat.seams import check
 
 
+def is_key(value: Any) -> bool:
+    """Whether it is an array of JAX's random keys, which NumPy does not know."""
+    return isinstance(value, jax.Array) and jnp.issubdtype(
+        value.dtype, jax.dtypes.prng_key
+    )
+
+
 def backends_are_initialized() -> bool:
-    """Whether JAX has already created a client, after which devices and thread pools
-    are fixed.
-    """
+    """Whether JAX has created a client: devices and thread pools are fixed then."""
     return xla_bridge.backends_are_initialized()
 
 
 def coordination_client() -> Any:
-    """The client of the key-value service that all processes share; `None` in a single
-    process.
-    """
+    """The client of the processes' key-value service; `None` in a single process."""
     return distributed.global_state.client
 
 
 def coordinator_address() -> str | None:
-    """The address at which all processes have found each other; `None` in a single
-    process.
-    """
+    """Where all processes have found each other; `None` in a single process."""
     return distributed.global_state.coordinator_address
 
 
@@ -105,9 +108,7 @@ check(core.Tracer, "_trace")
 
 
 def call_without_python(compiled: jax.stages.Compiled) -> Callable[..., Any] | None:
-    """What calls a compiled program from C++, after its first call; `None` where JAX
-    has no such way.
-    """
+    """What calls a compiled program from C++, after its first call, if anything."""
     call = getattr(compiled, "_call", None)
     return call if type(call) is type(jax.jit(_nothing)) else None
 
@@ -176,9 +177,7 @@ def _form(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def mapped_times(params: dict[str, Any]) -> int:
-    """How often a `shard_map` in a traced program runs what it contains, over all
-    devices.
-    """
+    """How often a traced `shard_map` runs what it contains, over all devices."""
     sizes = dict(params["mesh"].shape)
     return math.prod(sizes[axis] for axis in params["newly_manual_axes"])
 
@@ -230,9 +229,7 @@ check(core.JaxprEqnContext, "manager", "xla_metadata")
 
 
 def traced_here(context: Any) -> Any:
-    """The context of an operation that was traced elsewhere, on the mesh of this
-    place.
-    """
+    """The context of an operation traced elsewhere, on the mesh of this place."""
     mesh = jax.sharding.get_abstract_mesh()
     with context.manager, jax.sharding.use_abstract_mesh(mesh):
         return core.JaxprEqnContext()

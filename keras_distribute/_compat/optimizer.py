@@ -135,9 +135,7 @@ def accumulation(optimizer: Any) -> tuple[int, Any, list[Any]] | None:
 
 
 def index_of(optimizer: Any, variable: Any) -> int:
-    """The position of a model variable among those that the optimizer was
-    built with.
-    """
+    """The position of a model variable among those the optimizer was built with."""
     return optimizer._get_variable_index(variable)
 
 
@@ -201,14 +199,8 @@ def slots_by_element(optimizer: Any, variables: list[Any]) -> list[int] | None:
     )
     if by_weight or own_rules or own_methods(optimizer):
         return None
-    return _order_of(
-        [
-            tuple(v.shape)
-            for v in _clone(
-                optimizer, _like([((2,), "float32"), ((3,), "float32")])
-            ).variables
-        ]
-    )
+    like = _clone(optimizer, _like([((2,), "float32"), ((3,), "float32")]))
+    return _order_of([tuple(variable.shape) for variable in like.variables])
 
 
 def same_for(optimizer: Any, weights: list[tuple[tuple[int, ...], Any]]) -> Any:
@@ -322,9 +314,7 @@ def leaves_zero_gradients(optimizer: Any, weight: Any) -> bool:
 def given_gradients(
     optimizer: Any, grads: list[Any], weights: list[Any]
 ) -> list[tuple[Any, Any]]:
-    """The gradients that are there, each with its weight; raises, or warns, where Keras
-    does.
-    """
+    """The gradients that are there, with their weights; raises or warns as Keras."""
     found = optimizer._filter_empty_gradients(grads, weights)
     return list(zip(*found, strict=True))
 

@@ -103,9 +103,7 @@ def _name_of(owner: Any) -> str:
 
 
 def _mentions(owner: Any, name: str) -> bool:
-    """Whether a method of a class sets or reads such an attribute, as
-    `__init__` does.
-    """
+    """Whether a method of a class sets or reads such an attribute, as `__init__`."""
     methods = [
         value.fget if isinstance(value, property) else value
         for each in getattr(owner, "__mro__", ())

@@ -22,9 +22,7 @@ def global_seed() -> int | None:
 
 
 def set_all(seed: int) -> None:
-    """`keras.utils.set_random_seed`, for Python, NumPy, Keras, and TensorFlow where it
-    is imported.
-    """
+    """`keras.utils.set_random_seed`; TensorFlow's seed only where it is imported."""
     global_state.set_global_attribute(rng_utils.GLOBAL_RANDOM_SEED, seed)
     global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, None)
     random.seed(seed)

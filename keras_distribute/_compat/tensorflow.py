@@ -25,11 +25,7 @@ from keras_distribute._compat.seams import Replacements
 _OPT_OUT = "KERAS_DISTRIBUTE_TF_DEVICES"
 _NAME = "tensorflow"
 # Which inputs are the two seeds.
-_FIRST_SEED = {
-    "ShuffleDataset": 2,
-    "ShuffleAndRepeatDataset": 2,
-    "RandomDataset": 0,
-}
+_FIRST_SEED = {"ShuffleDataset": 2, "ShuffleAndRepeatDataset": 2, "RandomDataset": 0}
 
 
 def keep_off_accelerators(replaced: Replacements) -> None:
@@ -76,9 +72,7 @@ def _hide_devices(tensorflow: Any) -> None:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds TensorFlow as everyone else does, and hides devices from it once it is
-    loaded.
-    """
+    """Finds TensorFlow as everyone else does, and hides devices once it is loaded."""
 
     def __init__(self) -> None:
         self._asking = threading.local()
@@ -124,9 +118,7 @@ def policy_of(dataset: Any) -> int:
 
 
 def static_batch_size(dataset: Any) -> int | None:
-    """The size of a full batch, as `tf.distribute` finds it; `None` where it is not
-    known or varies.
-    """
+    """The size of a full batch, as `tf.distribute` finds it; `None` where unknown."""
     from tensorflow.python.data.experimental.ops import distribute
 
     try:
@@ -156,12 +148,8 @@ def auto_sharded(
         if policy == tf.data.experimental.AutoShardPolicy.FILE.value:
             # Too few files are an error of the first worker's first read; the others
             # would find nothing to read.
-            next(
-                iter(
-                    distribute._AutoShardDataset(dataset, num_workers, 0, num_replicas)
-                ),
-                None,
-            )
+            first = distribute._AutoShardDataset(dataset, num_workers, 0, num_replicas)
+            next(iter(first), None)
         return distribute._AutoShardDataset(dataset, num_workers, worker, num_replicas)
     except (tf.errors.NotFoundError, tf.errors.InvalidArgumentError) as error:
         raise LookupError(_reason(error)) from error
@@ -174,9 +162,7 @@ def _reason(error: Any) -> str:
 
 
 def unseeded(dataset: Any) -> list[str]:
-    """The operations of a pipeline whose randomness no seed fixes: each process would
-    draw its own.
-    """
+    """A pipeline's operations that no seed fixes: each process draws its own."""
     import tensorflow as tf
     from tensorflow.core.framework.graph_pb2 import GraphDef
 
@@ -212,9 +198,7 @@ def _is_unseeded(node: Any, nodes: dict[str, Any]) -> bool:
 
 
 def save_iterator(iterator: Any, prefix: str) -> None:
-    """Writes the position of a `tf.data` iterator into files that start
-    with `prefix`.
-    """
+    """Writes a `tf.data` iterator's position into files that start with `prefix`."""
     import tensorflow as tf
 
     tf.train.Checkpoint(iterator=iterator).write(prefix)

@@ -25,9 +25,7 @@ _STEP_METHODS = {
 
 
 def has_keras_step(trainer: Any) -> bool:
-    """Whether no method of those that Keras's training step consists of is the user's
-    own.
-    """
+    """Whether all methods that Keras's training step consists of are Keras's own."""
     return not any(
         getattr(type(trainer), name) is not getattr(owner, name)
         or name in vars(trainer)
@@ -37,9 +35,7 @@ def has_keras_step(trainer: Any) -> bool:
 
 
 def forward(trainer: Any, trained: list[Any], others: list[Any], x: Any) -> Any:
-    """The forward pass of Keras's training step: predictions, the new values of
-    `others`, losses.
-    """
+    """Keras's forward pass in training: predictions, new values of `others`, losses."""
     kwargs = {"training": True} if trainer._call_has_training_arg else {}
     return trainer.stateless_call(trained, others, x, return_losses=True, **kwargs)
 

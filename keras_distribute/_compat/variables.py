@@ -145,9 +145,7 @@ def is_layer_state() -> bool:
 
 
 def stateless_value(variable: Variable) -> Any:
-    """The variable's value in the innermost stateless scope that has one,
-    else `None`.
-    """
+    """The variable's value in the innermost stateless scope with one, else `None`."""
     scope = get_stateless_scope()
     while scope is not None:
         value = scope.get_current_value(variable)

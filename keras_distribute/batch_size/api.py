@@ -205,9 +205,7 @@ def _largest(
     highest: int | None,
     whole: int | None,
 ) -> tuple[int, int | None, int]:
-    """The largest batch that ran, the smallest that did not, and how many were
-    tried.
-    """
+    """The largest batch that ran, the smallest that did not, and how many it took."""
     before = 0
     if whole is not None and whole == highest:
         before, needed = 1, trials.needed(whole)

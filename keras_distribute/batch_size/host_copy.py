@@ -45,9 +45,7 @@ class HostCopy:
         self._is_intact = True
 
     def give_away(self) -> None:
-        """Gives the variables arrays of their own, with the values that they had, for a
-        step to use up.
-        """
+        """Gives the variables copies of those values, for a step to use up."""
         self._is_intact = False
         own = {id(copy.variable) for copy in self._copies}
         # What the steps of an earlier `fit` left would take memory twice.

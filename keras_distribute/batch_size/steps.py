@@ -13,6 +13,7 @@ from keras_distribute.strategies.base import Strategy
 from keras_distribute.training import batches
 from keras_distribute.training.steps.choose import compiled_step
 from keras_distribute.training.steps.state import StateGroup
+from keras_distribute.training.steps.step_programs import form_of_array
 
 
 class Steps(Protocol):
@@ -83,8 +84,7 @@ class PlainSteps:
 
     def __init__(self, trainer: Any, form: Any) -> None:
         self._groups = compat.state_variables(trainer, "train")
-        # Of an array that a step has used up, all but the values is known.
-        state = tuple([_form_of(v.value) for v in group] for group in self._groups)
+        state = tuple([form_of_array(v.value) for v in g] for g in self._groups)
         program = jax.jit(trainer.train_step, donate_argnums=0)
         self._program = program.lower(state, form).compile()
         self.weights = memory.bytes_per_device(state[0])
@@ -99,7 +99,3 @@ class PlainSteps:
         finally:
             for array in jax.tree.leaves(state):
                 array.delete()
-
-
-def _form_of(array: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)

@@ -160,9 +160,7 @@ def ran_out(error: BaseException) -> bool:
 
 
 def bytes_of(devices: Sequence[Any]) -> int | None:
-    """The memory that each of some devices has for programs; `None` where it is not
-    known, as of CPUs.
-    """
+    """The memory of each of some devices for programs; `None` where unknown (CPUs)."""
     stats = [device.memory_stats() or {} for device in devices]
     limits = [each.get("bytes_limit") for each in stats]
     return min((each for each in limits if each), default=None)

@@ -104,9 +104,7 @@ class RaiseOnNaN(keras.callbacks.Callback):
 
 
 def _found_in(placed: Placed) -> list[str]:
-    """The arrays with values that are not finite, in words, on the replicas of this
-    process.
-    """
+    """This process's arrays with values that are not finite, in words."""
     # In order, each once: the logical devices of a replica have the same rows.
     found: dict[str, None] = {}
     leaves = jax.tree_util.tree_flatten_with_path(placed.data, is_leaf=is_sparse)[0]

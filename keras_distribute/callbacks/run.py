@@ -125,9 +125,7 @@ class Run:
     # Called by the callback.
 
     def prepare(self) -> None:
-        """Reads the latest checkpoint, if there is one, before any callback knows that
-        training begins.
-        """
+        """Reads the latest checkpoint, before any callback knows of the training."""
         if keras.distribution.distribution() is not None:
             raise CheckpointError(
                 "BackupAndRestore cannot save a model under a Keras distribution.",
@@ -140,9 +138,7 @@ class Run:
             states.before_training(self._others, training["callbacks"])
 
     def begin(self) -> None:
-        """Gives the other callbacks their state, and lets `fit` begin at the right
-        epoch.
-        """
+        """Gives the other callbacks their state; `fit` begins at the right epoch."""
         compat_epochs.follow(self._model, self)
         if self._watch is not None:
             self._watch.start()
@@ -170,9 +166,7 @@ class Run:
             self._save()
 
     def validation_begins(self) -> None:
-        """Copies the state to host memory: a notice that comes before the validation
-        is over saves that.
-        """
+        """Copies the state, for a notice that comes before the validation is over."""
         may_resume = self._epochs is not None and self._options.data_position
         if self._watch is not None and may_resume:
             self._where = _VALIDATION

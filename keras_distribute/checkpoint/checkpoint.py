@@ -281,9 +281,7 @@ class Checkpoint:
         return Reading(self._objects, tracked, match, manifest, arrays, status)
 
     def _track_for(self, manifest: Manifest) -> Tracked:
-        """What the objects hold, once optimizers have the variables that the checkpoint
-        has for them.
-        """
+        """What the objects hold, once optimizers have the checkpoint's variables."""
         tracked = tracking.track(self._objects)
         built = False
         for prefix, optimizer in tracked.optimizers.items():

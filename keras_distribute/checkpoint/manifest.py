@@ -75,9 +75,7 @@ class Manifest:
 
 @dataclasses.dataclass(frozen=True)
 class ArrayRecord:
-    """Shape, type and checksum of one array; for a table in blocks the file that it
-    has.
-    """
+    """Shape, type and checksum of one array; for a table in blocks also its file."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -150,8 +148,7 @@ def from_bytes(
     header, _, line = file.partition(b"\n")
     if header != _header(line):
         raise DamagedCheckpointError(
-            f"The file {where!r} is damaged: its checksum is wrong.",
-            fix=FALLBACK,
+            f"The file {where!r} is damaged: its checksum is wrong.", fix=FALLBACK
         )
     content = json.loads(line)
     written = content.pop("format")

@@ -152,9 +152,7 @@ def match(
 
 
 def _of_older_version(missing: Sequence[str], manifest: Manifest) -> list[str]:
-    """What is missing of layers that were adapted, in a checkpoint that has that of
-    none.
-    """
+    """What is missing of adapted layers, in a checkpoint that has that of none."""
     if any(map(_is_adapted, manifest.objects)):
         return []
     return [name for name in missing if _is_adapted(name)]

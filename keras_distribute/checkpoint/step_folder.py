@@ -282,9 +282,7 @@ class StepFolder:
             self._writer.wait()
 
     def _wait_for_all(self) -> None:
-        """Waits, also for what another manager writes here, which raises its own
-        errors.
-        """
+        """Waits, also for another manager's save here, which raises its own errors."""
         self.wait()
         num_processes = self.checkpoint.num_processes
         under_way.forget(under_way.finish(self.directory, num_processes)[0])

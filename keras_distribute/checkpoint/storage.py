@@ -331,9 +331,7 @@ def act_alone(**more: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def writing(path: str) -> Generator[None]:
-    """Makes one kind of error of all that can go wrong, and leaves no unfinished files
-    behind.
-    """
+    """Makes one kind of error of all, and leaves no unfinished files behind."""
     try:
         yield
     except (CheckpointError, MemoryError):

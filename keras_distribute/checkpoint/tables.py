@@ -51,9 +51,7 @@ def _header(table: Blocks) -> dict[str, Any]:
 def opened(
     folder: epath.Path, records: Mapping[str, ArrayRecord]
 ) -> tuple[dict[str, Blocks], list[str]]:
-    """The tables among some records, and the names of those that are damaged: every
-    block is read.
-    """
+    """The tables among some records, every block read; the names of damaged ones."""
     tables: dict[str, Blocks] = {}
     damaged: list[str] = []
     for name, record in records.items():

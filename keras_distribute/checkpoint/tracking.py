@@ -148,9 +148,7 @@ def synchronize(objects: dict[str, Any]) -> None:
 
 
 def build_optimizer(optimizer: Any, model: Any) -> None:
-    """Creates an optimizer's variables as the first step of `fit` would, under the
-    strategy of the model.
-    """
+    """Creates an optimizer's variables as `fit` would, under the model's strategy."""
     variables = model.trainable_variables
     with contextlib.ExitStack() as stack:
         if variables and isinstance(variables[0], DistributedVariable):

@@ -50,7 +50,7 @@ def fetch(variables: dict[str, Any]) -> tuple[Arrays, dict[str, VariableRecord]]
             is not what the devices have.
     """
     settle(variables)
-    in_blocks = {name: _blocks_of(variable) for name, variable in variables.items()}
+    in_blocks = {n: _strategy_of(v)._blocks_of(v) for n, v in variables.items()}
     stored = _stored({n: v for n, v in variables.items() if in_blocks[n] is None})
     divided = {n: a for n, a in stored.items() if _is_divided(variables[n], a)}
     sums = checksums.of_arrays(divided)
@@ -64,7 +64,7 @@ def fetch(variables: dict[str, Any]) -> tuple[Arrays, dict[str, VariableRecord]]
             records[name] = VariableRecord(variable.path)
             continue
         array = stored.pop(name)
-        groups = _values_of_groups(variable)
+        groups = _strategy_of(variable)._values_of_groups(variable)
         if groups is not None:
             arrays[name] = np.stack(groups)
             exact = jnp.issubdtype(arrays[name].dtype, jnp.inexact)
@@ -94,12 +94,15 @@ def assign(
     Args:
         optimizers: Those that may have the variable.
     """
+    strategy = _strategy_of(variable)
     if isinstance(array, Blocks):
-        if _assigned_in_blocks(variable, array, optimizers):
+        if strategy._assign_blocks(variable, array, optimizers):
             return
         array = array.whole()
     if not _same_replicas(variable, record):
-        if not _assigned_to_groups(variable, array, record):
+        # The groups of local steps get their slots, if there are as many of them.
+        has_groups = record.replicas is not None
+        if not (has_groups and strategy._assign_groups(variable, list(array))):
             variable.assign(_value(array, record))
         return
     mesh = variable.replica_mesh
@@ -182,7 +185,7 @@ def _is_divided(variable: Any, array: Any) -> bool:
         isinstance(variable, MirroredVariable)
         and checksums.can_have(array)
         and not array.sharding.is_fully_replicated
-        and _values_of_groups(variable) is None
+        and _strategy_of(variable)._values_of_groups(variable) is None
     )
 
 
@@ -222,32 +225,11 @@ def _same_replicas(variable: Any, record: VariableRecord) -> bool:
     )
 
 
-def _blocks_of(variable: Any) -> Blocks | None:
-    if not isinstance(variable, DistributedVariable):
-        return None
-    return variable.distribute_strategy._blocks_of(variable)
-
-
-def _assigned_in_blocks(
-    variable: Any, blocks: Blocks, optimizers: Sequence[Any]
-) -> bool:
-    if not isinstance(variable, DistributedVariable):
-        return False
-    strategy = variable.distribute_strategy
-    return strategy._assign_blocks(variable, blocks, optimizers)
-
-
-def _values_of_groups(variable: Any) -> list[Any] | None:
-    if not isinstance(variable, DistributedVariable):
-        return None
-    return variable.distribute_strategy._values_of_groups(variable)
-
-
-def _assigned_to_groups(variable: Any, array: Any, record: VariableRecord) -> bool:
-    """Gives the groups of local steps their slots, if there are as many of them."""
-    if record.replicas is None or not isinstance(variable, DistributedVariable):
-        return False
-    return variable.distribute_strategy._assign_groups(variable, list(array))
+def _strategy_of(variable: Any) -> Any:
+    """The strategy of a variable, ours or Keras's own."""
+    if isinstance(variable, DistributedVariable):
+        return variable.distribute_strategy
+    return context.default_strategy()
 
 
 def _value(array: np.ndarray[Any, Any], record: VariableRecord) -> Any:

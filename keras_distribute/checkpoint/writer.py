@@ -150,9 +150,7 @@ class Writer:
             return self._policy.deleted
 
     def finish(self) -> Exception | None:
-        """Returns when the last save has finished: with its error, until `wait` has
-        raised it.
-        """
+        """Returns when the last save has finished: its error, if not raised yet."""
         with self._lock:
             if self._unfinished:
                 try:
@@ -166,9 +164,7 @@ class Writer:
             return self._failure
 
     def wait(self) -> None:
-        """Returns when the save is complete; raises `CheckpointError` if it failed,
-        once.
-        """
+        """Returns when the save is complete; raises `CheckpointError`, once."""
         with self._lock:
             failure, self._failure = self.finish(), None
             self._forget_errors()

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from keras_distribute import checks
+from keras_distribute._compat.jax_internals import is_key
 from keras_distribute.errors import CheckpointError
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -61,7 +61,7 @@ def _encoded(value: Any, name: str, arrays: Arrays, special: Special | None) -> 
         return {"tuple": _encoded(list(value), name, arrays, special)}
     if kind is bytes:
         return {"bytes": _keep(np.frombuffer(value, np.uint8), name, arrays)}
-    if _is_key(value):
+    if is_key(value):
         data = inner(np.asarray(jax.random.key_data(value)), "key")
         return {"key": [str(jax.random.key_impl(value)), data]}
     if special is not None and kind is not dict:
@@ -96,7 +96,7 @@ def _is_known(value: Any) -> bool:
     if type(value) in (list, tuple):
         return all(map(_is_known, value))
     if isinstance(value, np.ndarray | np.generic | jax.Array):
-        return _is_key(value) or is_plain(value)
+        return is_key(value) or is_plain(value)
     return value is None or type(value) in (bool, int, float, str, bytes)
 
 
@@ -131,13 +131,6 @@ def decode(
     if kind == "bytes":
         return array.tobytes()
     return array[()] if kind == "scalar" else array.copy()
-
-
-def _is_key(value: Any) -> bool:
-    """Whether it is an array of JAX's typed keys, which NumPy does not know."""
-    return isinstance(value, jax.Array) and jnp.issubdtype(
-        value.dtype, jax.dtypes.prng_key
-    )
 
 
 def is_plain(value: np.ndarray[Any, Any] | np.generic | jax.Array) -> bool:

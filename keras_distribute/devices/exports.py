@@ -27,9 +27,7 @@ def exported(
 
 
 def platform_of(device: Any) -> str:
-    """What `jax.export` calls the hardware; a `jax.Device` of AMD or NVIDIA says
-    `"gpu"`.
-    """
+    """What `jax.export` calls the hardware; a `jax.Device` may say `"gpu"`."""
     if device.platform != "gpu":
         return str(device.platform)
     is_rocm = "rocm" in device.client.platform_version.lower()

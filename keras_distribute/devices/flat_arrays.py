@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from keras_distribute._compat.jax_internals import is_key
+
 
 @dataclasses.dataclass(frozen=True)
 class Form:
@@ -57,9 +59,3 @@ def formed(flat: Any, form: Form) -> Any:
     if form.keys is None:
         return flat.reshape(form.shape)
     return jax.random.wrap_key_data(flat.reshape((*form.shape, -1)), impl=form.keys)
-
-
-def is_key(array: Any) -> bool:
-    """Whether it is a key of random numbers, not the numbers that it is made of."""
-    dtype = getattr(array, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)

@@ -52,17 +52,15 @@ def has(
     Args:
         but_in: Names of operations whose programs are not looked at.
     """
-    return any(
-        is_wanted(eqn)
-        or (
-            eqn.primitive.name not in but_in
-            and any(
-                has(inner, is_wanted, but_in)
-                for inner in core.jaxprs_in_params(eqn.params)
-            )
-        )
-        for eqn in getattr(program, "jaxpr", program).eqns
-    )
+    for eqn in getattr(program, "jaxpr", program).eqns:
+        if is_wanted(eqn):
+            return True
+        inside = core.jaxprs_in_params(eqn.params)
+        if eqn.primitive.name not in but_in and any(
+            has(inner, is_wanted, but_in) for inner in inside
+        ):
+            return True
+    return False
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:
@@ -218,10 +216,10 @@ def part_of(
     eqns: list[Any] = []
     for eqn in reversed(jaxpr.eqns):
         if needed.intersection(eqn.outvars):
-            eqns.insert(0, eqn)
+            eqns.append(eqn)
             needed |= {v for v in eqn.invars if not isinstance(v, core.Literal)}
     alone = core.Jaxpr(
-        jaxpr.constvars, jaxpr.invars, list(outputs), eqns, debug_info=ORIGIN
+        jaxpr.constvars, jaxpr.invars, list(outputs), eqns[::-1], debug_info=ORIGIN
     )
     taken = [i for i, v in enumerate(jaxpr.invars) if v in needed]
     return core.ClosedJaxpr(alone, program.consts), taken

@@ -66,9 +66,7 @@ class Launches:
     def run_in_thread(
         self, program: Any, arguments: Sequence[Any], landing: Landing
     ) -> None:
-        """Calls a program in a thread that no signal reaches. The caller holds
-        `lock`.
-        """
+        """Calls a program where no signal reaches it. The caller holds `lock`."""
         job = self._unsettled = _Job(program, arguments, landing)
         self._jobs.put(job)
         with job.unfinished:
@@ -88,9 +86,7 @@ class Launches:
             self._unsettled = None
 
     def ordered(self, program: Callable[..., Any]) -> Callable[..., Any]:
-        """`program`, a jitted function that gives nothing away, launched under
-        `lock`.
-        """
+        """`program`, jitted and without donations, launched under `lock`."""
 
         @functools.wraps(program)
         def launched(*arguments: Any) -> Any:
@@ -115,9 +111,7 @@ class Launches:
         return jobs
 
     def _finish(self) -> None:
-        """XLA cannot be torn down under a program that runs; one that hangs is left
-        alone.
-        """
+        """XLA cannot be torn down under a program; one that hangs is left alone."""
         job = self._unsettled
         if job is not None and not job.claim.acquire(blocking=False):
             job.unfinished.acquire(timeout=_EXIT_SECONDS)

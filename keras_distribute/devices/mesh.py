@@ -153,9 +153,7 @@ class ReplicaMesh:
 
     @property
     def first_devices(self) -> tuple[jax.Device, ...]:
-        """The first logical device of each replica; each device that has several
-        replicas once.
-        """
+        """The first logical device of each replica; no device twice."""
         return self.devices[:: self.num_logical]
 
     def device_of(self, replica: int) -> jax.Device:
@@ -241,9 +239,7 @@ class ReplicaMesh:
         return self.put_replicated(array) if elsewhere else array
 
     def brought(self, array: jax.Array) -> jax.Array:
-        """A copy on every replica of an array that rests elsewhere; any other array as
-        it is.
-        """
+        """A copy on every replica of an array that rests elsewhere; others as is."""
         sharding = array.sharding
         if not isinstance(sharding, NamedSharding):
             # `device_put` alone would share the memory of a device that both are on.
@@ -289,9 +285,7 @@ class ReplicaMesh:
         return jax.make_array_from_single_device_arrays(shape, self.split, shards)
 
     def _of_host(self, parts: Sequence[np.ndarray[Any, Any]]) -> jax.Array:
-        """NumPy arrays, one for each device or its logical ones, joined in one
-        transfer.
-        """
+        """NumPy arrays, one a device or its logical ones, joined in one transfer."""
         dtype = jax.dtypes.canonicalize_dtype(parts[0].dtype.newbyteorder("="))
         pieces = [
             part.astype(dtype, copy=False)
@@ -305,9 +299,7 @@ class ReplicaMesh:
 
     @property
     def inside(self) -> AbstractMesh | Mesh:
-        """The mesh as the program of one replica sees it, in which the other replicas
-        are out of reach.
-        """
+        """The mesh as one replica's program sees it, the others out of reach."""
         if self.num_replicas == 1:
             return self.mesh
         return self.mesh.abstract_mesh.update_axis_types(
@@ -366,9 +358,7 @@ def in_own_memory(sharding: NamedSharding) -> NamedSharding:
 def copied_to_devices(
     arrays: Sequence[Any], shardings: Sequence[NamedSharding | None]
 ) -> list[Any]:
-    """Inside a program: the arrays, from where they are given, in the memory of the
-    devices.
-    """
+    """Inside a program: the arrays, in the memory of the devices."""
     own = [None if each is None else in_own_memory(each) for each in shardings]
     return [
         array if there == plain else jax.device_put(array, plain)
@@ -425,9 +415,7 @@ def components(stacked: jax.Array) -> list[tuple[int, jax.Array]]:
 
 
 def copies(array: jax.Array) -> tuple[jax.Array, ...]:
-    """The copies on this process's replicas of an array that is whole on every device,
-    in replica order.
-    """
+    """The copies of a whole array on this process's replicas, in replica order."""
     sharding, shards = array.sharding, array.addressable_shards
     if isinstance(sharding, NamedSharding) and REPLICA_AXIS in sharding.mesh.axis_names:
         mesh = ReplicaMesh(mesh_of_array(array))

@@ -79,14 +79,13 @@ def equal_results(eqn: Any, inputs: list[bool]) -> list[bool]:
         return _while(params, inputs)
     if name == "scan":
         return _scan(eqn, inputs)
-    if not any(_holds_jaxpr(value) for value in params.values()) and _differs_by_itself(
-        eqn
-    ):
+    has_body = any(map(_holds_jaxpr, params.values()))
+    if not has_body and _differs_by_itself(eqn):
         return [False] * count
     inner = _called(params, len(inputs), count)
     if inner is not None:
         return _outputs(inner, inputs)
-    if any(_holds_jaxpr(value) for value in params.values()):
+    if has_body:
         # An operation with a body that this analysis does not know: equal inputs still
         # give equal outputs, unless something in the body differs by itself.
         return [all(inputs) and not _holds_difference(eqn)] * count
@@ -117,11 +116,8 @@ def _while(params: Any, inputs: list[bool]) -> list[bool]:
 def _scan(eqn: Any, inputs: list[bool]) -> list[bool]:
     body = eqn.params["jaxpr"].jaxpr
     consts_n, carry_n = jaxprs.scan_counts(eqn)
-    consts, carry, xs = (
-        inputs[:consts_n],
-        inputs[consts_n : consts_n + carry_n],
-        inputs[consts_n + carry_n :],
-    )
+    consts, carry = inputs[:consts_n], inputs[consts_n : consts_n + carry_n]
+    xs = inputs[consts_n + carry_n :]
     while True:
         outputs = _outputs(body, [*consts, *carry, *xs])
         new = [
@@ -134,9 +130,7 @@ def _scan(eqn: Any, inputs: list[bool]) -> list[bool]:
 
 
 def _called(params: Any, num_inputs: int, num_outputs: int) -> Any:
-    """The body of an operation that only calls it (`jit`, `custom_jvp_call`, `remat`,
-    ...), else `None`.
-    """
+    """The body of an operation that only calls it (`jit`, `remat`, ...), or `None`."""
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         body = params.get(key)
         jaxpr = getattr(body, "jaxpr", body)
@@ -151,9 +145,7 @@ def _holds_jaxpr(value: Any) -> bool:
 
 
 def _refuse_collectives(bodies: Sequence[Any], what: str) -> None:
-    """Raises where only some replicas would reach an operation over all of them, which
-    would wait forever.
-    """
+    """Raises where only some replicas would reach a collective, and wait forever."""
     if any(communicates(eqn) for body in bodies for eqn in body.eqns):
         raise ContextError(
             f"Replicas would wait for each other forever: {what} differs by replica, "
@@ -191,9 +183,7 @@ def _bodies(eqn: Any) -> list[Any]:
 
 
 def is_stateful(eqn: Any) -> bool:
-    """Whether an operation may give another result each time, or does more than give
-    results.
-    """
+    """Whether an operation may give another result each time, or has side effects."""
     return (
         bool(eqn.effects)
         or "callback" in eqn.primitive.name
@@ -202,16 +192,12 @@ def is_stateful(eqn: Any) -> bool:
 
 
 def _differs_by_itself(eqn: Any) -> bool:
-    """Whether an operation may give another result on each replica from the same
-    inputs.
-    """
+    """Whether an operation may differ on each replica for the same inputs."""
     return _over_replicas(eqn) or is_stateful(eqn)
 
 
 def differs(eqn: Any) -> bool:
-    """Whether an operation, or one inside it, may give another result on each replica
-    from the same inputs.
-    """
+    """The same of an operation and those inside it."""
     return _differs_by_itself(eqn) or _holds_difference(eqn)
 
 

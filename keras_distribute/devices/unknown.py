@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from keras_distribute.devices.flat_arrays import is_key
+from keras_distribute._compat.jax_internals import is_key
 
 
 def zero(arrays: Sequence[Any]) -> Any:

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from keras_distribute._compat.jax_internals import is_key
 from keras_distribute.devices import jaxprs
-from keras_distribute.devices.flat_arrays import is_key
 
 Tie = Callable[[Any, Sequence[Any]], Any]
 

@@ -212,9 +212,7 @@ def layers_of(op_name: str) -> list[str]:
 
 
 def _without_transformations(part: str) -> str:
-    """A part of a path without what JAX puts around it; empty for what names no part of
-    a model.
-    """
+    """A path's part without what JAX puts around it; empty for no part of a model."""
     while match := _WRAPPED.match(part):
         if part.startswith(("jit(", "pjit(", "shard_map(")):
             return ""

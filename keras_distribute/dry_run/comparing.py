@@ -37,12 +37,7 @@ class DryRunComparison:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         first = next(iter(self.reports.values()))
         title = f"Dry runs: batch {first.batch} on {first.topology}; compiled, not run"
-        lines = [
-            "  ".join(
-                cell.ljust(width) for cell, width in zip(row, widths, strict=True)
-            )
-            for row in rows
-        ]
+        lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
         return "\n".join([title, "", *(line.rstrip() for line in lines)])
 
 

@@ -122,9 +122,7 @@ def seconds(target: Target, kind: str, num_bytes: float, group_size: int) -> flo
 
 
 def _network(target: Target) -> tuple[float, int]:
-    """The bandwidth of one device into the network, all axes together, and the hops to
-    its far end.
-    """
+    """A device's bandwidth into the network, all axes together, and hops to its end."""
     hardware = target.hardware
     assert hardware is not None
     if not hardware.torus_axes:

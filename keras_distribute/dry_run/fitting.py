@@ -63,10 +63,7 @@ def largest(
 
 
 def _next_guess(
-    tried: Mapping[int, int | None],
-    limit: int | None,
-    fits: int,
-    too_large: int | None,
+    tried: Mapping[int, int | None], limit: int | None, fits: int, too_large: int | None
 ) -> int:
     """The next number of units, strictly between what fits and what does not."""
     crossing = _crossing(tried, limit, fits, too_large)
@@ -82,10 +79,7 @@ def _next_guess(
 
 
 def _crossing(
-    tried: Mapping[int, int | None],
-    limit: int | None,
-    fits: int,
-    too_large: int | None,
+    tried: Mapping[int, int | None], limit: int | None, fits: int, too_large: int | None
 ) -> int | None:
     """Where a line through two tried batches crosses the limit; `None` for one batch,
     where the memory does not grow, and where it is not known.

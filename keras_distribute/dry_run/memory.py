@@ -73,9 +73,7 @@ class Memory:
 
 
 def needed_by(compiled: Any, platform: str) -> int:
-    """What a device must have for a compiled program of any kind, as
-    `Memory.needed`.
-    """
+    """What a device must have for any kind of compiled program, as `Memory.needed`."""
     return _of(compiled.memory_analysis()).needed(platform)
 
 
@@ -125,9 +123,7 @@ def bytes_per_device(forms: Iterable[Any]) -> int:
 
 
 def refusal(text: str) -> tuple[int, int] | None:
-    """The needed and the available bytes in a compiler's error; `None` for errors about
-    something else.
-    """
+    """The needed and available bytes in a compiler's error; `None` for other errors."""
     if "RESOURCE_EXHAUSTED" not in text and "Ran out of memory" not in text:
         return None
     found = _REFUSAL.search(text)

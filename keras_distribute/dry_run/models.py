@@ -51,12 +51,9 @@ def with_strategy(model_or_builder: Any, **options: Any) -> Model:
         if own is not None:
             return Model(model_or_builder, own, is_users=True)
     # A model passes: it can be called.
-    checks.function(
-        "model_or_builder",
-        model_or_builder,
-        "A dry run is for a Keras model, or a function that makes one.",
-        "kd.dry_run(build_model, 256), where build_model() returns a compiled model.",
-    )
+    what = "A dry run is for a Keras model, or a function that makes one."
+    fix = "kd.dry_run(build_model, 256), where build_model() returns a compiled model."
+    checks.function("model_or_builder", model_or_builder, what, fix)
     # Variables need a device while they are made; the step will be traced for others.
     strategy = MirroredStrategy(["cpu:0"], **options)
     # `shapes_alone` gives names back: the second dry run of a function has those of the
@@ -65,13 +62,8 @@ def with_strategy(model_or_builder: Any, **options: Any) -> Model:
     frame = Frame(strategy, Mode.CROSS, named=True, gives_way=True)
     with context.entered(frame), shapes_alone():
         model = _clone(model_or_builder) if is_model else model_or_builder()
-    checks.instance(
-        "model",
-        model,
-        keras.Model,
-        "The function of a dry run returns a compiled Keras model.",
-        "return the model at its end.",
-    )
+    what = "The function of a dry run returns a compiled Keras model."
+    checks.instance("model", model, keras.Model, what, "return the model at its end.")
     _check(model)
     own = adoption.strategy_of_variables(model)
     return Model(model, own or strategy, is_users=False)

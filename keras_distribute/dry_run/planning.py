@@ -34,9 +34,7 @@ class Plan(NamedTuple):
 
 
 def build(trainer: Any, strategy: Strategy, batch: Any) -> None:
-    """Creates what `fit` would create for the first batch: variables of layers, metrics
-    and the optimizer.
-    """
+    """Creates the variables that `fit` would create for the first batch."""
     with context.entered(Frame(strategy, Mode.CROSS)):
         building.build(trainer, batch)
 

@@ -213,10 +213,8 @@ class DryRunReport:
         picture.draw(path, title, parts, self.limit_bytes, self.estimate, points)
 
     def __str__(self) -> str:
-        count = self.num_devices
-        heading = (
-            f"Dry run: batch {self.batch} on {self.topology}, {_count(count, 'device')}"
-        )
+        devices = checks.counted(self.num_devices, "device")
+        heading = f"Dry run: batch {self.batch} on {self.topology}, {devices}"
         if self.num_processes > 1:
             heading += f" on {self.num_processes} hosts"
         if self.num_logical > 1:
@@ -303,10 +301,10 @@ def _collectives_text(report: DryRunReport) -> str:
 
 def _collective_text(each: Collective) -> str:
     times = f" {each.times} times" if each.times > 1 else ""
-    arrays = f"{_count(each.num_arrays, 'array')} of {'+'.join(each.dtypes)}"
-    groups = f"{_count(each.num_groups, 'group')} of {each.group_size}"
+    arrays = f"{checks.counted(each.num_arrays, 'array')} of {'+'.join(each.dtypes)}"
+    groups = f"{checks.counted(each.num_groups, 'group')} of {each.group_size}"
     if each.kind == "collective-permute":
-        groups = _count(each.num_groups, "pair")
+        groups = checks.counted(each.num_groups, "pair")
     size = bytes_in_words(each.num_bytes)
     moved = f"{size}, {arrays}, {groups}"
     return f"  {each.kind}{times}: {moved}; waits for {each.waits_for}"
@@ -352,7 +350,3 @@ def _prediction_text(found: Prediction, rows: int) -> str:
 
 def _section(title: str, lines: dict[str, str]) -> str:
     return "\n".join([title, *(f"  {name:<24}{text}" for name, text in lines.items())])
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'s' if number > 1 else ''}"

@@ -36,9 +36,7 @@ _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 
 
 def bytes_moved(module: Module) -> int:
-    """The bytes that one call of the program reads and writes in the memory of each
-    device.
-    """
+    """Bytes that one call of the program reads and writes in each device's memory."""
     return sum(
         times * of_instruction(module, instruction, named)
         for instruction, times, named in module.running()
@@ -69,9 +67,7 @@ def of_instruction(
 
 
 def _inside(module: Module, instruction: Instruction) -> list[Instruction]:
-    """The instructions of a fusion; else the instruction itself, behind parameters for
-    its operands.
-    """
+    """A fusion's instructions; else the instruction, behind parameters for operands."""
     if instruction.opcode == "fusion":
         return module.computations[instruction.called["calls"][0]]
     parameters = [
@@ -86,9 +82,7 @@ def _inside(module: Module, instruction: Instruction) -> list[Instruction]:
 def _bytes_read(
     module: Module, inside: list[Instruction], index: int, size: int
 ) -> int:
-    """The bytes that are read of operand number `index`, which has `size` in the
-    device's memory.
-    """
+    """Bytes that are read of operand number `index`, of `size` in memory."""
     parameters = {e.operands: e.name for e in inside if e.opcode == "parameter"}
     name = parameters.get((str(index),))
     if not size or name is None:
@@ -107,9 +101,7 @@ def _bytes_read(
 
 
 def _uses(inside: list[Instruction], name: str) -> list[tuple[Instruction, int]]:
-    """The instructions that take a value, and as which operand; those that take it
-    behind a bitcast, too.
-    """
+    """What takes a value, also behind a bitcast, and as which operand."""
     found: list[tuple[Instruction, int]] = []
     for user in inside:
         for index, operand in enumerate(user.operands):

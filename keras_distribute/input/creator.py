@@ -64,12 +64,9 @@ class DatasetCreator:
         dataset_fn: Callable[[InputContext], Any],
         input_options: InputOptions | None = None,
     ) -> None:
-        checks.function(
-            "dataset_fn",
-            dataset_fn,
-            "A DatasetCreator has a function of an InputContext.",
-            "kd.experimental.DatasetCreator(lambda context: make_dataset())",
-        )
+        what = "A DatasetCreator has a function of an InputContext."
+        fix = "kd.experimental.DatasetCreator(lambda context: make_dataset())"
+        checks.function("dataset_fn", dataset_fn, what, fix)
         check_options(input_options)
         self.dataset_fn, self.input_options = dataset_fn, input_options
 

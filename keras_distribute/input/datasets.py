@@ -234,9 +234,7 @@ def _require_cross_replica() -> None:
 
 
 class _Prepare:
-    """From a batch to an element on the devices; all elements of a pass have the same
-    structure.
-    """
+    """From a batch to an element on the devices, each of the same structure."""
 
     def __init__(self, dataset: DistributedDataset) -> None:
         self._dataset, self._mesh = dataset, dataset._mesh

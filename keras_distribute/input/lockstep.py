@@ -19,12 +19,13 @@ import jax
 import numpy as np
 
 from keras_distribute._compat import adapters as compat
+from keras_distribute._compat.jax_internals import is_key
 from keras_distribute.cluster import agreement, processes
 from keras_distribute.errors import InputError
 from keras_distribute.input.shares import Layout, RoundLayout, SplitLayout
 from keras_distribute.input.source import Batch, Reader
 from keras_distribute.input.splitting import piece_sizes
-from keras_distribute.values.arrays import is_key, on_host
+from keras_distribute.values.arrays import on_host
 
 # Shape and dtype of an array, and those of all arrays of a replica's piece.
 Spec = tuple[tuple[int, ...], str]
@@ -217,9 +218,7 @@ class _AgreedReader(Reader):
                 raise self._layout.different("data", _seen_in_words(each))
 
     def _announced(self, batch: Batch | None) -> Batch | None:
-        """The batch with the specs of all processes; `None` where no process has one
-        left.
-        """
+        """The batch with the specs of all processes; `None` where none has one."""
         assert self._channel is not None
         announced = self._channel.exchange(self._layout.announce(batch))
         first = next((each for each in announced if each is not None), None)

@@ -361,9 +361,7 @@ def _unpacked(packed: list[Any] | None, reader: Reader) -> deque[Batch]:
 
 @atexit.register
 def _stop_all() -> None:
-    """Threads that still read when Python ends would crash in libraries that are being
-    taken down.
-    """
+    """Threads that read on while Python ends crash in libraries taken down."""
     for work in list(in_use.works):
         with contextlib.suppress(Exception):
             work.stop()

@@ -64,9 +64,7 @@ def distribute_source(
 def _shard(
     source: Source, context: InputContext, options: InputOptions
 ) -> tuple[Layout, str]:
-    """What each batch of `source` is to the replicas of this process, and that in
-    words.
-    """
+    """What each batch of `source` is to this process's replicas, and in words."""
     replicas, workers = context.num_replicas_in_sync, context.num_input_pipelines
     worker, policy = context.input_pipeline_id, _policy(source, options)
     own = replicas // workers

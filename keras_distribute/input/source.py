@@ -122,9 +122,7 @@ class Reader:
         raise NotImplementedError
 
     def again(self, batch: Batch) -> Batch:
-        """A batch that `seek` brought back: it was prefetched, but not used, when the
-        position was taken.
-        """
+        """A batch that `seek` brought back: prefetched, but not used."""
         return batch
 
     def interrupt(self) -> None:
@@ -187,9 +185,7 @@ class Source:
         raise NotImplementedError
 
     def peek(self) -> Batch:
-        """The first batch of a pass; a later pass begins with it again, if passes are
-        alike.
-        """
+        """The first batch of a pass, which a later pass begins with again, if alike."""
         return first_of(self.open())
 
     def only_rows(self, part: Part) -> Source:

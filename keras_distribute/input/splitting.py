@@ -6,9 +6,7 @@ from __future__ import annotations
 
 
 def even_sizes(rows: int, parts: int) -> list[int]:
-    """`rows` over `parts` as evenly as possible, the larger ones first: 5 over 2 is
-    `[3, 2]`.
-    """
+    """`rows` over `parts`, evenly, the larger ones first: 5 over 2 is `[3, 2]`."""
     return [rows // parts + (i < rows % parts) for i in range(parts)]
 
 

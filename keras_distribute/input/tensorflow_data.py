@@ -66,9 +66,7 @@ class TensorFlowSource(Source):
 
 
 class _TensorFlowReader(Reader):
-    """A position is TensorFlow's own checkpoint of the iterator: it holds what the
-    pipeline buffers.
-    """
+    """Its position is TensorFlow's checkpoint of the iterator, buffers included."""
 
     kind = "tf.data"
     cheap_position = False

@@ -14,7 +14,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from keras_distribute import checks, config
@@ -100,12 +99,13 @@ class MultiProcessRunner:
         checks.count("num_processes", num_processes, 1, most=_MOST)
         checks.instance("args", args, list | tuple, "Arguments come as a tuple.", fix)
         for given, names in (("kwargs", kwargs), ("environment", environment)):
-            what = f"{given} is a dict by name."
+            of_texts = ", of texts" if given == "environment" else ""
+            what = f"{given} is a dict by name{of_texts}."
             checks.instance(given, names, Mapping | None, what, fix)
             for key, value in (names or {}).items():
                 checks.instance(given, key, str, what, fix)
                 if given == "environment":
-                    checks.instance(given, value, str, f"{what}, of texts", fix)
+                    checks.instance(given, value, str, what, fix)
         if cpu_devices is not None:
             checks.count("cpu_devices", cpu_devices, 1, most=_MOST)
         checks.number("timeout", timeout)
@@ -152,12 +152,7 @@ class MultiProcessRunner:
     def __enter__(self) -> MultiProcessRunner:
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.stop()
 
     @property

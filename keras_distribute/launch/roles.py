@@ -82,9 +82,7 @@ class Roles:
         self._ended: dict[str, float] = {}
 
     def run(self) -> int:
-        """Runs the job to its end; returns the exit code of the chief, or of the server
-        that failed.
-        """
+        """Runs the job; returns the exit code of the chief, or a failed server's."""
         code = 0
         for attempt in range(self._max_restarts + 1):
             code = self._attempt(attempt)
@@ -122,9 +120,7 @@ class Roles:
         task.start()
 
     def _devices_of(self, job: str, index: int) -> Mapping[str, str]:
-        """The workers have the devices; the others compute little, and would keep a TPU
-        from a worker.
-        """
+        """The workers have the devices; others would keep a TPU from a worker."""
         if job == "worker" and self._cpu_devices is None:
             return share_of_gpus(self._gpus, index, self._sizes[0])
         if self._cpu_devices is None:
@@ -133,9 +129,7 @@ class Roles:
         return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(count)}
 
     def _watch(self, more: Mapping[str, str]) -> int:
-        """Looks after the tasks until the chief has ended, a server has failed, or a
-        signal has come.
-        """
+        """Looks after the tasks until the chief, a server or a signal ends it."""
         while not self.signals:
             for name, task in list(self._tasks.items()):
                 code = task.workers[0].exit_code

@@ -221,9 +221,7 @@ def _error(address: str, name: str, why: str) -> UnavailableError:
 
 
 def raise_remote(header: Header, name: str) -> None:
-    """Raises the error that an answer tells of: one of ours by its class, any other as
-    a `RemoteError`.
-    """
+    """Raises the error of an answer: one of ours by its class, else `RemoteError`."""
     told = header.get("error")
     if told is None:
         return

@@ -92,12 +92,7 @@ class Gate:
         address: Of the server.
     """
 
-    def __init__(
-        self,
-        context: Any,
-        credentials: Credentials,
-        address: str,
-    ) -> None:
+    def __init__(self, context: Any, credentials: Credentials, address: str) -> None:
         self._credentials, self._address = credentials, address
         self._used: set[bytes] = set()
         self._socket = context.socket(zmq.REP)

@@ -115,9 +115,7 @@ def describe(error: BaseException) -> dict[str, str]:
 
 
 def _sendable(text: str) -> str:
-    """A text that fits into a header, without halves of characters, as names of files
-    may have.
-    """
+    """A text for a header, without halves of characters, as names of files may have."""
     if len(text) > 2 * _HALF_OF_A_TEXT:
         text = f"{text[:_HALF_OF_A_TEXT]} [...] {text[-_HALF_OF_A_TEXT:]}"
     return text.encode(errors="backslashreplace").decode()

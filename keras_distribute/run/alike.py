@@ -15,18 +15,9 @@ from keras_distribute.run.common_expressions import Listing, Node
 def check_alike(listings: list[Listing], variant_of: Sequence[int]) -> None:
     """Raises unless all variants communicate in the same way."""
     replicas = [list(variant_of).index(v) for v in range(len(listings))]
-    for together in itertools.zip_longest(
-        *(listing.collectives for listing in listings)
-    ):
-        if (
-            len(
-                {
-                    None if node is None else (node.key, *_forms(node))
-                    for node in together
-                }
-            )
-            == 1
-        ):
+    collectives = (listing.collectives for listing in listings)
+    for together in itertools.zip_longest(*collectives):
+        if len({node and (node.key, *_forms(node)) for node in together}) == 1:
             continue
         does = "; ".join(
             f"replica {replica}: {'nothing more' if node is None else node}"

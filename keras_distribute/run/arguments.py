@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from keras_distribute._compat import variables as compat
+from keras_distribute._compat.jax_internals import is_key
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.errors import (
     ContextError,
@@ -26,7 +27,7 @@ from keras_distribute.errors import (
     ValueStructureError,
 )
 from keras_distribute.values import structures
-from keras_distribute.values.arrays import fitting, is_array, is_key
+from keras_distribute.values.arrays import fitting, is_array
 from keras_distribute.values.per_replica import Mirrored, PerReplica
 
 Shape = tuple[int, ...]
@@ -62,9 +63,7 @@ def _by_value(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """The true shape of each array on some replicas, `None` where it is the array's
-    own.
-    """
+    """The true shape of each array on some replicas; `None`: the array's own."""
 
     shapes: tuple[Shape | None, ...]
     replicas: tuple[int, ...]
@@ -75,9 +74,7 @@ class Variant:
         return any(shape is not None and 0 in shape for shape in self.shapes)
 
     def cut(self, arrays: Sequence[Any]) -> list[Any]:
-        """The arrays of one of these replicas at their true shapes; inside
-        a program.
-        """
+        """These replicas' arrays at their true shapes; inside a program."""
         return [
             array
             if shape in (None, array.shape)
@@ -122,15 +119,11 @@ class Call:
             weak = getattr(array, "weak_type", False)
             self.leaves.append(jax.ShapeDtypeStruct(shape, dtype, weak_type=weak))
         kinds = iter(zip(self.split, self._true_shapes, strict=True))
-        self.signature = (
-            self._structure,
-            tuple(
-                s
-                if isinstance(s, Static)
-                else (s.shape, s.dtype, s.weak_type, next(kinds))
-                for s in self.leaves
-            ),
+        forms = (
+            s if isinstance(s, Static) else (s.shape, s.dtype, s.weak_type, next(kinds))
+            for s in self.leaves
         )
+        self.signature = self._structure, tuple(forms)
 
     def rebuilt(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with `arrays` in the place of arrays."""

@@ -17,16 +17,13 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
-import jax.dtypes
-import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from keras_distribute._compat.jax_internals import is_key
 from keras_distribute.devices import replication_proof
-from keras_distribute.devices.jaxprs import CALLS, RECOMPUTED, bound
+from keras_distribute.devices.jaxprs import CALLS, RECOMPUTED, bound, called
 from keras_distribute.values import reductions
-
-_BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 @dataclasses.dataclass(eq=False)
@@ -121,12 +118,7 @@ class Numbering:
             if body is None:
                 outputs = self._node(equation, operands, listed).outputs
             else:
-                outputs = self._walk(
-                    getattr(body, "jaxpr", body),
-                    getattr(body, "consts", ()),
-                    operands,
-                    listed,
-                )
+                outputs = self._walk(body.jaxpr, body.consts, operands, listed)
             numbers.update(zip(equation.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -171,8 +163,7 @@ class Numbering:
 
     def _array_key(self, value: Any) -> Hashable:
         special = isinstance(value, jax.Array) and (
-            jnp.issubdtype(value.dtype, jax.dtypes.extended)
-            or not value.is_fully_addressable
+            is_key(value) or not value.is_fully_addressable
         )
         if special:
             self._kept.append(value)
@@ -182,7 +173,7 @@ class Numbering:
 
     def _equation_key(self, equation: Any) -> int:
         """What the equation does to its operands, as a number of its own."""
-        body = _body(equation) if equation.primitive.name in CALLS else None
+        body = called(equation) if equation.primitive.name in CALLS else None
         params = body if body is not None else equation.params
         return self._interned((equation.primitive, self._key(params)))
 
@@ -231,13 +222,8 @@ class Numbering:
             operands = tuple(read(atom) for atom in equation.invars)
             for var in equation.outvars:
                 names[var] = len(names)
-            lines.append(
-                (
-                    self._equation_key(equation),
-                    operands,
-                    tuple(str(v.aval) for v in equation.outvars),
-                )
-            )
+            results = tuple(str(v.aval) for v in equation.outvars)
+            lines.append((self._equation_key(equation), operands, results))
         key = self._interned(
             (tuple(lines), tuple(read(atom) for atom in jaxpr.outvars))
         )
@@ -245,34 +231,15 @@ class Numbering:
         return key
 
 
-def _body(equation: Any) -> Any:
-    return next(
-        (
-            equation.params[name]
-            for name in _BODIES
-            if equation.params.get(name) is not None
-        ),
-        None,
-    )
-
-
 def _joins(equation: Any) -> bool:
-    """Whether it joins values of different sizes: one operation over the replicas,
-    which knows all sizes.
-    """
+    """Whether it joins values of different sizes, in one operation that knows all."""
     return equation.params.get("name") == reductions.JOINING
 
 
 def _opened(equation: Any) -> Any:
-    """The body of a call, whose equations are as good in the place of the call; `None`
-    for other equations.
-    """
-    name = equation.primitive.name
-    if _joins(equation):
-        return None
+    """A call's body, whose equations may stand in its place; `None` for others."""
+    is_again = equation.primitive.name in RECOMPUTED
     # What is recomputed is opened only where replicas communicate in it.
-    if name in CALLS or (
-        name in RECOMPUTED and replication_proof.communicates(equation)
-    ):
-        return _body(equation)
-    return None
+    if _joins(equation) or (is_again and not replication_proof.communicates(equation)):
+        return None
+    return called(equation)

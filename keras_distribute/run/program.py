@@ -198,9 +198,7 @@ class _Program:
         self._calls = 0
 
     def _check_equal(self) -> None:
-        """Raises where the replicas would assign different values to mirrored
-        variables.
-        """
+        """Raises where replicas would assign different values to mirrored variables."""
         differing = self._differing(self._local)
         if differing:
             raise _differing_error(differing, self._causes())
@@ -314,9 +312,7 @@ class _Program:
         return jax.tree.unflatten(self._trace.structure, leaves)
 
     def _executable(self, arrays: list[Any]) -> Executable:
-        """The program for arguments on these devices; the signature has
-        their shapes.
-        """
+        """The program for arguments on these devices, of the signature's shapes."""
         where = tuple(getattr(array, "sharding", None) for array in arrays)
         found = self._executables.get(where)
         if found is None:
@@ -330,9 +326,7 @@ class _Program:
 
 
 class _Written(Holder):
-    """What has the values of the variables that a program assigns: a list of their
-    arrays.
-    """
+    """What has the values of the variables that a program assigns: their arrays."""
 
     def __init__(self, variables: Sequence[Any], placement: Placement) -> None:
         super().__init__(enumerate(variables), placement)

@@ -22,7 +22,7 @@ from keras_distribute.errors import (
 )
 from keras_distribute.types import CommunicationOptions, ReduceOp
 from keras_distribute.values import reductions, structures
-from keras_distribute.values.per_replica import DistributedValues, Mirrored, PerReplica
+from keras_distribute.values.per_replica import Mirrored, PerReplica, is_distributed
 
 
 class ReplicaContext:
@@ -185,12 +185,12 @@ class ReplicaContext:
         per_replica = context.frame().per_replica
         args, kwargs = tuple(args), dict(kwargs or {})
         if per_replica:
-            args, kwargs = structures.mapped(_wrapped, (args, kwargs), _is_value)
+            args, kwargs = structures.mapped(_wrapped, (args, kwargs), is_distributed)
         with context.entered(
             Frame(self._strategy, Mode.CROSS, per_replica=per_replica)
         ):
             result = merge_fn(self._strategy, *args, **kwargs)
-        return structures.mapped(_unwrapped, result, _is_value)
+        return structures.mapped(_unwrapped, result, is_distributed)
 
     def _require(self, what: str, fix: str) -> None:
         current = context.frame()
@@ -214,16 +214,12 @@ def run_in_merge_call(
     """`strategy.run` in a `merge_call`: calls `function` in this replica, in the
     program that is being traced.
     """
-    args, kwargs = structures.mapped(own_part, (args, kwargs), _is_value)
+    args, kwargs = structures.mapped(own_part, (args, kwargs), is_distributed)
     with context.entered(
         Frame(strategy, Mode.REPLICA, strategy.make_replica_context(), per_replica=True)
     ):
         result = function(*args, **kwargs)
-    return structures.mapped(_wrapped, result, _is_value)
-
-
-def _is_value(leaf: Any) -> bool:
-    return isinstance(leaf, DistributedValues)
+    return structures.mapped(_wrapped, result, is_distributed)
 
 
 def _wrapped(leaf: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
+from keras_distribute.devices.jaxprs import ORIGIN
 from keras_distribute.errors import ValueStructureError
 from keras_distribute.run import uneven
 from keras_distribute.run.arguments import Static, Variant
@@ -40,10 +41,6 @@ class Trace:
     variant: Variant
     shapes: list[tuple[tuple[int, ...], ...] | None]
     folded: list[Any]
-
-
-# JAX wants to know where a program is from.
-_ORIGIN = core.DebugInfo("strategy.run", "one variant", None, None)
 
 
 def joined(traces: Sequence[Trace], variables: Sequence[Any]) -> Trace:
@@ -80,18 +77,14 @@ def _assigning(
     """
     jaxpr = trace.program.jaxpr
     inputs = {id(v): var for v, var in zip(variables, jaxpr.invars, strict=False)}
-    own = {
-        id(v): var
-        for v, var in zip(
-            trace.written, jaxpr.outvars[len(trace.shapes) :], strict=True
-        )
-    }
-    outvars = [
-        *jaxpr.outvars[: len(trace.shapes)],
-        *(own.get(id(v), inputs[id(v)]) for v in written),
-    ]
+    results, new = (
+        jaxpr.outvars[: len(trace.shapes)],
+        jaxpr.outvars[len(trace.shapes) :],
+    )
+    own = dict(zip(map(id, trace.written), new, strict=True))
+    outvars = [*results, *(own.get(id(v), inputs[id(v)]) for v in written)]
     same = core.Jaxpr(
-        jaxpr.constvars, jaxpr.invars, outvars, jaxpr.eqns, jaxpr.effects, _ORIGIN
+        jaxpr.constvars, jaxpr.invars, outvars, jaxpr.eqns, jaxpr.effects, ORIGIN
     )
     return core.ClosedJaxpr(same, trace.program.consts)
 
@@ -128,11 +121,9 @@ def _check_results(traces: Sequence[Trace]) -> None:
 
 def _forms(trace: Trace) -> list[Any]:
     """What must be the same for all variants: the kinds of arrays, and objects."""
-    arrays = iter(
-        [
-            f"{v.aval.dtype} array of {v.aval.ndim} dimension(s)"
-            for v in trace.program.jaxpr.outvars
-        ]
+    arrays = (
+        f"{v.aval.dtype} array of {v.aval.ndim} dimension(s)"
+        for v in trace.program.jaxpr.outvars
     )
     return [next(arrays) if leaf is None else leaf for leaf in trace.leaves]
 

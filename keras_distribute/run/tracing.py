@@ -220,9 +220,7 @@ def holding_error(leaf: Any, how: str) -> StructureTypeError:
 
 
 class Capture(compat.StatelessScope):
-    """The stateless scope of a trace: hands out values of known variables, and notes
-    unknown ones.
-    """
+    """A trace's stateless scope: has values of known variables, notes unknown ones."""
 
     def __init__(self, strategy: AnyStrategy) -> None:
         # As without a scope, `model.losses` holds what its layers added.

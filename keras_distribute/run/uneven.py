@@ -167,9 +167,7 @@ class _Schedule:
     def _branch(
         self, variant: int, level: int, known: dict[int, Any], placed: dict[_Place, Any]
     ) -> Callable[[], Any]:
-        """What one variant computes at one level, from what is known and what its
-        earlier branches left.
-        """
+        """What one variant computes at a level, from what is known or was left."""
 
         def branch() -> list[Any]:
             left = {place.numbers[variant]: value for place, value in placed.items()}
@@ -275,9 +273,7 @@ class _Schedule:
         return places
 
     def _kept(self, variant: int, due: dict[_Place, int]) -> dict[int, list[int]]:
-        """By level the numbers that its branch leaves for later ones, in the order of
-        the program.
-        """
+        """By level the numbers that its branch leaves for later ones, in order."""
         levels = self._levels[variant]
         uses = [
             (number, levels[node])
@@ -344,12 +340,8 @@ class _Schedule:
 
     def _operands(self, k: int) -> list[tuple[int, ...]]:
         """The operands of a collective, a number from each variant for each."""
-        return list(
-            zip(
-                *(listing.collectives[k].inputs for listing in self._listings),
-                strict=True,
-            )
-        )
+        nodes = [listing.collectives[k] for listing in self._listings]
+        return list(zip(*(node.inputs for node in nodes), strict=True))
 
     def _outputs(self) -> list[tuple[int, ...]]:
         return list(zip(*(listing.outputs for listing in self._listings), strict=True))
@@ -372,9 +364,7 @@ def _assign(
 
 
 def _needed(listing: Listing) -> set[Node]:
-    """The operations without which an output, a collective or an effect would be
-    missing.
-    """
+    """The operations that an output, a collective or an effect needs."""
     wanted, needed = set(listing.outputs), set[Node]()
     for node in reversed(listing.nodes):
         if not node.pure or not wanted.isdisjoint(node.outputs):
@@ -384,9 +374,7 @@ def _needed(listing: Listing) -> set[Node]:
 
 
 def _fitted(value: Any, place: _Place) -> Any:
-    """A value at its place's shape and dtype, filled up with zeros at the end of each
-    dimension.
-    """
+    """A value in its place's shape and dtype, zeros at the end of each dimension."""
     value = jnp.asarray(value)
     if value.dtype != place.dtype or value.weak_type:
         value = lax.convert_element_type(value, place.dtype)

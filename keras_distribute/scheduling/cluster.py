@@ -453,9 +453,7 @@ class Cluster:
         return not any(map(self._is_kept, variables))
 
     def values_of(self, variables: Sequence[Any]) -> list[Any]:
-        """Their values at one moment: of those that stay here, as NumPy's arrays, which
-        cost nothing.
-        """
+        """Their values at one moment: NumPy's arrays of those that stay here."""
         with self.kept.lock:
             return [
                 self.kept.value_of(each) if self._is_kept(each) else each.value

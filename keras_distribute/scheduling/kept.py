@@ -19,9 +19,7 @@ _T = TypeVar("_T")
 
 
 class Cell(Generic[_T]):
-    """The place of a variable, which has its value, and nobody else has: so it goes
-    with the variable.
-    """
+    """The place of a variable's value, which nobody else has: it goes with it."""
 
     def __init__(self, value: _T) -> None:
         self.value = value

@@ -72,7 +72,6 @@ class FixedShardsPartitioner(Partitioner):
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
         """The number of parts of each axis; see `Partitioner`."""
-        del dtype
         sizes, axis = _checked(shape, axis)
         return _along(axis, sizes, min(self._num_shards, sizes[axis]))
 

@@ -246,7 +246,7 @@ class _Made:
             axes=trace.axes(axes),
             elements=trace.elements,
             structure=trace.structure,
-            forms=self._program.out_avals[: self._num_results],
+            forms=self._program.out_avals[: trace.num_results],
             leaves=trace.leaves,
             partial=self._depending([i for _, i in changed]),
             gradients=trace.gradients,
@@ -264,15 +264,11 @@ class _Made:
         """
         written = self._trace.written
         old = {self._index[id(written[i])] for i in changes}
-        results = self._program.jaxpr.outvars[: self._num_results]
+        results = self._program.jaxpr.outvars[: self._trace.num_results]
         if not old:
             return [False] * len(results)
         needed = [part_of(self._program, [result])[1] for result in results]
         return [not old.isdisjoint(each) for each in needed]
-
-    @property
-    def _num_results(self) -> int:
-        return sum(leaf is None for leaf in self._trace.leaves)
 
     def _lookups(self, reads: Sequence[Any]) -> list[Lookup]:
         place = {id(variable): i for i, variable in enumerate(reads)}
@@ -343,10 +339,7 @@ class _Made:
         return pushed, changed, constants, ordered
 
     def _outputs(
-        self,
-        changes: list[tuple[Change, int]],
-        values: list[Any],
-        rest: list[Any],
+        self, changes: list[tuple[Change, int]], values: list[Any], rest: list[Any]
     ) -> list[Any]:
         """What a worker computes: results, gradients, and what is added or set."""
         trace = self._trace
@@ -400,7 +393,7 @@ def _looked_up(
     refuses_rows: Callable[[Any, Any], str | None],
 ) -> lookups.Looked:
     """The program of the rows that it looks up."""
-    output = sum(leaf is None for leaf in trace.leaves)
+    output = trace.num_results
     gradients: dict[int, tuple[Any, int]] = {}
     for optimizer, weights in trace.gradients:
         for i, weight in enumerate(weights):

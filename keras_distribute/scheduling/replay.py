@@ -4,6 +4,7 @@ the servers have is what their log says.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -119,15 +120,12 @@ class RecordedUpdates:
 
     def replayed(self) -> dict[str, np.ndarray[Any, Any]]:
         """The values of all variables on servers, by their paths, computed again."""
-        computers = _Computers(self._cluster)
-        replay = _Replay(
-            self._cluster, computers, self._closures, self._first, self._told
-        )
-        replay.begin(self._versions, self._writes)
-        try:
+        begun = list(zip(self._versions, self._writes, strict=True))
+        with contextlib.closing(_Computers(self._cluster)) as computers:
+            replay = _Replay(
+                self._cluster, computers, self._closures, self._first, self._told, begun
+            )
             replay.run(self.log)
-        finally:
-            computers.close()
         return replay.values()
 
 
@@ -185,7 +183,11 @@ class _Computers:
 
 
 class _Replay:
-    """The servers, in this process, with all their states so far."""
+    """The servers, in this process, with all their states so far.
+
+    Args:
+        now: Of each server, what it had when the recording began.
+    """
 
     def __init__(
         self,
@@ -194,24 +196,19 @@ class _Replay:
         closures: dict[int, Closure],
         first: Sequence[dict[int, Array]],
         told: Sequence[list[Told]],
+        now: list[_State],
     ) -> None:
         self._cluster, self._computers, self._closures = cluster, computers, closures
         self._values = [_Remembered(values) for values in first]
         self._told = [list(each) for each in told]
-        self._states: list[dict[_State, dict[int, Array]]] = []
-        self._now: list[_State] = []
+        self._states = [
+            {state: dict(values)} for state, values in zip(now, first, strict=True)
+        ]
+        self._now = now
         self._functions: dict[int, Function] = {}
         self._layouts: dict[int, Header] = {}
         self._kept: dict[tuple[int, int], list[Any]] = {}
         self._outputs: dict[Any, tuple[Sequence[Any], list[rows.Found]]] = {}
-
-    def begin(self, versions: Sequence[int], writes: Sequence[int]) -> None:
-        """Notes what the servers had when the recording began."""
-        self._now = list(zip(versions, writes, strict=True))
-        self._states = [
-            {now: dict(values)}
-            for now, values in zip(self._now, self._values, strict=True)
-        ]
 
     def run(self, log: Sequence[Sequence[list[Any]]]) -> None:
         """Does what the servers did, each in its order."""
@@ -254,9 +251,7 @@ class _Replay:
     def _computed(
         self, number: int, step: int, worker: int, pulled: Sequence[Sequence[int]]
     ) -> tuple[Sequence[Any], list[rows.Found]]:
-        """What one step of a function made of what it had pulled, and the rows that it
-        looked up.
-        """
+        """What one step of a function made of what it had pulled, and its rows."""
         closure = self._closures[number]
         if closure.program.elements:
             raise ContextError(

@@ -234,9 +234,7 @@ def _by_element(eqn: Any, given: list[Any]) -> Any:
 
 
 def _rest(eqn: Any, given: Sequence[Any]) -> Any:
-    """The result of an operation for elements that are known; `None` where one that
-    matters is not.
-    """
+    """An operation's result for known elements; `None` where one is not known."""
     elements = [
         x.rest
         if isinstance(x, Rows)

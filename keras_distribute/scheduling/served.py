@@ -137,9 +137,7 @@ class Served(Holder):
         self._lost = self._places.keys() - self.changed.keys()
 
     def check(self, variables: Callable[[], Sequence[Any]]) -> None:
-        """Raises `UnavailableError` where the value of one of these was lost, and not
-        assigned since.
-        """
+        """Raises `UnavailableError` for a value that was lost, and not assigned."""
         lost = [v for v in variables() if id(v) in self._lost] if self._lost else []
         if lost:
             raise UnavailableError(

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 
 from keras_distribute import context
 from keras_distribute._compat import optimizer as compat
+from keras_distribute._compat.jax_internals import is_key
 from keras_distribute._compat.variables import get_stateless_scope
 from keras_distribute.context import Frame, Mode
 from keras_distribute.errors import ContextError, StructureTypeError
 from keras_distribute.run.arguments import Call, Static, is_leaf
 from keras_distribute.run.tracing import Capture, unwrapped
 from keras_distribute.values import structures
-from keras_distribute.values.arrays import is_key
 from keras_distribute.variables import DistributedVariable
 
 Form = tuple[str, tuple[int, ...]]  # The dtype's name and the shape of an array.
@@ -195,6 +195,11 @@ class Trace:
         self._pushed: list[Any] = []
         self._given: list[list[Any]] = []
         self._next = 0
+
+    @property
+    def num_results(self) -> int:
+        """How many results are arrays."""
+        return sum(leaf is None for leaf in self.leaves)
 
     @property
     def shapes(self) -> list[jax.ShapeDtypeStruct]:

@@ -331,9 +331,7 @@ def _check_methods(optimizer: Any) -> None:
 
 
 def _update(copy: Any, shapes: Sequence[Any]) -> tuple[list[Any], list[Any], Any]:
-    """The shapes of the state and of the weights, and the function of them and of the
-    gradients.
-    """
+    """The shapes of state and weights, and the function of them and gradients."""
     state = [jax.ShapeDtypeStruct(v.shape, v._dtype) for v in copy.variables]
     values = [jax.ShapeDtypeStruct(shape, weight._dtype) for shape, weight in shapes]
     first, second = len(state), len(state) + len(values)

@@ -183,12 +183,9 @@ class RayClusterResolver(ClusterResolver):
                 received=f"{next(iter(ended.values()))}.",
                 fix="another RayClusterResolver, and a checkpoint.",
             )
-        return ClusterSpec(
-            {
-                job: [self._addresses[job, i] for i in range(number)]
-                for job, number in self._numbers.items()
-            }
-        )
+        known, numbers = self._addresses, self._numbers.items()
+        jobs = {job: [known[job, i] for i in range(n)] for job, n in numbers}
+        return ClusterSpec(jobs)
 
     def topology(self) -> Topology:
         """Raises `ClusterError`: these tasks are for parameter servers."""

@@ -57,7 +57,6 @@ class Server:
         config: Any = None,
         start: bool = True,
     ) -> None:
-        del protocol, config
         self._cluster = ClusterSpec(server_or_cluster_def)
         checks.flag("start", start)
         known = isinstance(job_name, str) and job_name in _KINDS

@@ -178,7 +178,6 @@ class Store(Task):
 
     def _begin(self, header: Header, arrays: list[Array]) -> Answer:
         """Of a coordinator that starts: its checkpoint says what the values are."""
-        del header, arrays
         self._empty()
         return {"platform": platform_of(jax.local_devices()[0])}, []
 
@@ -213,14 +212,11 @@ class Store(Task):
 
     def _pull_rows(self, header: Header, arrays: list[Array]) -> Answer:
         """Some rows of a table, one after the other."""
-        del arrays
         rows = slice(*header["rows"])
         return self._state(), [self._values.sent(header["key"], rows)]
 
     def _set_rows(self, header: Header, arrays: list[Array]) -> Answer:
-        """Rows of a table that is told in blocks, from the first one on: there is never
-        a second table.
-        """
+        """Rows of a table told in blocks, in order: there is never a second table."""
         key, first = header["key"], header["first"]
         if not first:
             self._values.pop(key, None)
@@ -244,7 +240,6 @@ class Store(Task):
 
     def _drop(self, header: Header, arrays: list[Array]) -> Answer:
         """Drops values, and programs of updates, that nobody asks for any more."""
-        del arrays
         for key in header["keys"]:
             self._values.pop(key, None)
         for number in header["programs"]:
@@ -253,7 +248,6 @@ class Store(Task):
 
     def _fence(self, header: Header, arrays: list[Array]) -> Answer:
         """From now on pushes of a worker's earlier lives are refused."""
-        del arrays
         self._incarnations[header["worker"]] = header["incarnation"]
         return {}, []
 
@@ -292,17 +286,13 @@ class Store(Task):
         return {"version": self.version, "writes": self._writes}
 
     def _keep_log(self, header: Header, arrays: list[Array]) -> Answer:
-        """Begins to keep a log, or ends that: then the answer has it, as often as it is
-        asked for.
-        """
-        del arrays
+        """Begins to keep a log, or ends that, with the log, as often as it is asked."""
         self._is_logged = header["keep"]
         if self._is_logged:
             self._log = []
         return {"log": self._log, **self._state()}, []
 
     def _status(self, header: Header, arrays: list[Array]) -> Answer:
-        del header, arrays
         size = sum(value.nbytes for value in self._values.values())
         return {
             **self._state(),

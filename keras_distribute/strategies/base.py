@@ -63,13 +63,8 @@ class Strategy(DeprecatedMethods):
         layout_map: LayoutMap | None = None,
     ) -> None:
         nothing = mesh is None and type(self) is Strategy
-        checks.instance(
-            "mesh",
-            mesh,
-            () if nothing else ReplicaMesh | None,
-            "Strategy is the base of the strategies.",
-            "kd.MirroredStrategy()",
-        )
+        what, fix = "Strategy is the base of the strategies.", "kd.MirroredStrategy()"
+        checks.instance("mesh", mesh, () if nothing else ReplicaMesh | None, what, fix)
         checks.instance(
             "cross_device_ops",
             cross_device_ops,
@@ -588,28 +583,20 @@ class Strategy(DeprecatedMethods):
 
     def _optimizers_of(self, model: Any) -> dict[str, Any]:
         """The optimizers that the strategy has for a model, beside the model's own."""
-        del model
         return {}
 
     def _values_of_groups(self, variable: Any) -> list[Any] | None:
         """What each group of local steps has of a variable; `None` for a variable of
         which there is one value.
         """
-        del variable
         return None
 
     def _assign_groups(self, variable: Any, values: Sequence[Any]) -> bool:
-        """Gives each group of local steps its own value again; returns whether there
-        are as many groups.
-        """
-        del variable, values
+        """Gives groups of local steps their values again; whether there are as many."""
         return False
 
     def _blocks_of(self, variable: Any) -> Blocks | None:
-        """The rows of a variable that may be too large for this process; `None` for one
-        that is here.
-        """
-        del variable
+        """The rows of a variable too large for this process; `None` for one here."""
         return None
 
     def _assign_blocks(
@@ -621,7 +608,6 @@ class Strategy(DeprecatedMethods):
         Args:
             optimizers: Those that may have it, as a weight or a slot.
         """
-        del variable, blocks, optimizers
         return False
 
     def make_replica_context(self) -> ReplicaContext:
@@ -652,13 +638,8 @@ class Strategy(DeprecatedMethods):
         fix = "strategy.run(step, args=(x,))"
         checks.function("fn", fn, "strategy.run runs a function.", fix)
         check_arguments("strategy.run", args, kwargs, fix)
-        checks.instance(
-            "options",
-            options,
-            RunOptions | None,
-            "The options of strategy.run are RunOptions.",
-            "kd.RunOptions()",
-        )
+        what = "The options of strategy.run are RunOptions."
+        checks.instance("options", options, RunOptions | None, what, "kd.RunOptions()")
 
     def __deepcopy__(self, memo: Any) -> Strategy:
         return self

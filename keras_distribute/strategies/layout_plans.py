@@ -146,9 +146,7 @@ class LayoutPlan(MutableMapping[str, Axes]):
         }
 
     def _parts(self, weight: Weight) -> tuple[str, int]:
-        """The pattern that matches a weight, or nothing; into how many parts it is
-        divided.
-        """
+        """The pattern that matches a weight, or nothing; how many parts it makes."""
         for key, layout in self._layouts.items():
             if weight in self._matched(key):
                 return key, _number_of_parts(layout, self._mesh)

@@ -121,9 +121,7 @@ def _axes_of(mesh: ReplicaMesh, parts: Sequence[int]) -> list[tuple[str, ...]]:
 
 
 def _is_batch(value: Any) -> bool:
-    """Whether the rows of `value` are those of the global batch of a step of `fit`, or
-    several of each.
-    """
+    """Whether `value` has the rows of a step's global batch, or several of each."""
     batch = context.frame().batch
     rows = 0 if batch is None else batch.rows
     return (
@@ -164,9 +162,7 @@ def _constrained(mesh: ReplicaMesh, value: Any, axes: Sequence[tuple[str, ...]])
 def _axes_of_rows(
     mesh: ReplicaMesh, rows: int, logical: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """The axes that divide the rows of a global batch. The logical ones do where the
-    rows are even then.
-    """
+    """Axes that divide a global batch's rows, logical ones where it is even then."""
     batch = context.frame().batch
     replicas = () if batch is not None and batch.replicated else (REPLICA_AXIS,)
     parts = math.prod(mesh.mesh.shape[name] for name in (*replicas, *logical))

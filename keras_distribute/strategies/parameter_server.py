@@ -344,12 +344,9 @@ def _check_arguments(
         "this host",
     )
     if variable_partitioner is not None:
-        checks.function(
-            "variable_partitioner",
-            variable_partitioner,
-            "A partitioner is a function of a shape and a dtype.",
-            "kd.experimental.partitioners.MinSizePartitioner()",
-        )
+        what = "A partitioner is a function of a shape and a dtype."
+        fix = "kd.experimental.partitioners.MinSizePartitioner()"
+        checks.function("variable_partitioner", variable_partitioner, what, fix)
     if max_staleness is not None:
         checks.count("max_staleness", max_staleness)
     checks.flag("lazy_rows", lazy_rows)
@@ -357,10 +354,7 @@ def _check_arguments(
 
 
 def _check_rounds(
-    local_steps: int,
-    local_slots: bool,
-    outer_optimizer: Any,
-    max_staleness: int | None,
+    local_steps: int, local_slots: bool, outer_optimizer: Any, max_staleness: int | None
 ) -> None:
     if local_slots and local_steps == 1:
         raise ValueStructureError(

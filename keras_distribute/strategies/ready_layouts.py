@@ -139,12 +139,8 @@ def _made(model_or_builder: Any) -> Any:
     if isinstance(model_or_builder, keras.Model):
         return model_or_builder
     fix = "kd.layout_plan(build_model), where build_model() returns a Keras model."
-    checks.function(
-        "model_or_builder",
-        model_or_builder,
-        "A plan is for a Keras model, or a function that makes one.",
-        fix,
-    )
+    what = "A plan is for a Keras model, or a function that makes one."
+    checks.function("model_or_builder", model_or_builder, what, fix)
     if context.has_strategy():
         raise ContextError(
             "layout_plan was called with a function in the scope of a strategy.",
@@ -163,9 +159,7 @@ def _made(model_or_builder: Any) -> Any:
 
 
 def _wishes(model: Any) -> Iterator[tuple[Any, tuple[int, ...]]]:
-    """For the weights of layers that are known: the dimensions that may be divided, the
-    best first.
-    """
+    """For known layers' weights: the dimensions that may be divided, the best first."""
     for layer in shapes_alone.layers_of(model):
         own = {v.name: v for v in layer.weights}
         if isinstance(layer, layers.Embedding):

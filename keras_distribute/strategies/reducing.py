@@ -90,9 +90,7 @@ def gather_one(strategy: AnyStrategy, leaf: Any, axis: int) -> Any:
 
 
 def _check_complete(strategy: AnyStrategy, value: PerReplica) -> None:
-    """Raises for components that only their own processes know, before a program
-    over all of them.
-    """
+    """Raises for components that only their own processes know."""
     liveness.current.begin_program(strategy.replica_mesh.num_processes)
     if strategy.replica_mesh.num_processes > 1 and value.is_on_host:
         raise ValueStructureError(

@@ -11,6 +11,7 @@ import html
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from keras_distribute import checks
 from keras_distribute.summary.facts import (
     FOREIGN,
     GROUPS,
@@ -40,9 +41,7 @@ _FONT = (
 
 
 class _Box(NamedTuple):
-    """A frame that is filled from `start` on by a `part` of its width, both from 0 to
-    1.
-    """
+    """A frame filled from `start` by a `part` of its width, both from 0 to 1."""
 
     words: str
     color: str
@@ -109,7 +108,7 @@ def _batch(
     boxes: list[_Box | None] = []
     for device in devices:
         own = device.rows_of(rows)
-        words = f"{own} row{'' if own == 1 else 's'}" if own else "none"
+        words = checks.counted(own, "row") if own else "none"
         start = sum(rows[: device.replica]) / whole
         boxes.append(_Box(words, _BATCH, start, own / whole))
     return "global batch", f"{whole} rows, divided", boxes
@@ -120,7 +119,7 @@ def _group(
 ) -> tuple[str, str, list[_Box | None]]:
     """Name, detail and boxes of the line of a group of variables."""
     family = kind.partition(" (")[0]
-    detail = f"{len(variables)} variable{'' if len(variables) == 1 else 's'}, {kind}"
+    detail = f"{checks.counted(len(variables), 'variable')}, {kind}"
     whole = sum(variable.num_bytes for variable in variables)
     boxes: list[_Box | None] = []
     for i, count in enumerate(totals(variables)[:shown]):

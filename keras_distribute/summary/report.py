@@ -51,13 +51,9 @@ class StrategySummary:
         self, strategy: AnyStrategy, objects: Sequence[Any], batch_size: int | None
     ) -> None:
         if batch_size is not None:
-            checks.count(
-                "batch_size",
-                batch_size,
-                1,
-                what="The global batch has at least one row.",
-                fix="strategy.summary(model, batch_size=128), or leave it out.",
-            )
+            what = "The global batch has at least one row."
+            fix = "strategy.summary(model, batch_size=128), or leave it out."
+            checks.count("batch_size", batch_size, 1, what=what, fix=fix)
         mesh = strategy.replica_mesh
         sizes = piece_sizes(batch_size, mesh.num_replicas) if batch_size else ()
         self.strategy = type(strategy).__name__
@@ -80,8 +76,8 @@ class StrategySummary:
     def heading(self) -> str:
         """The strategy in one line."""
         models = ", ".join(sorted({device.model for device in self.devices}))
-        replicas = _count(self.num_replicas, "replica")
-        devices = _count(len(self.devices), "device")
+        replicas = checks.counted(self.num_replicas, "replica")
+        devices = checks.counted(len(self.devices), "device")
         line = f"{self.strategy}: {replicas} on {devices} ({models})"
         processes = len({device.process for device in self.devices})
         return line if processes == 1 else f"{line} of {processes} processes"
@@ -102,15 +98,15 @@ class StrategySummary:
         if whole:
             paths = checks.listed([f"{each.path} {each.shape}" for each in whole])
             size = tables.bytes_in_words(sum(each.num_bytes for each in whole))
+            variables = checks.counted(len(whole), "large variable")
             lines.append(
-                f"{_count(len(whole), 'large variable')} whole on each device, {size}, "
-                f"since {self.num_replicas} replicas divide none of their dimensions: "
-                f"{paths}."
+                f"{variables} whole on each device, {size}, since {self.num_replicas} "
+                f"replicas divide none of their dimensions: {paths}."
             )
         foreign = [each.path for each in self.variables if each.kind == FOREIGN]
         if foreign:
             lines.append(
-                f"{_count(len(foreign), 'variable')} not of this strategy: "
+                f"{checks.counted(len(foreign), 'variable')} not of this strategy: "
                 f"{checks.listed(foreign)}. "
                 "Create what a step uses inside `with strategy.scope():`."
             )
@@ -169,7 +165,3 @@ class StrategySummary:
 
     def _repr_html_(self) -> str:
         return formats.as_html(self.heading, self.notes, self.tables(None), self.svg())
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"

@@ -200,14 +200,9 @@ class DeviceAssignment:
 
 
 def _checked_topology(topology: Any) -> Topology:
-    checks.instance(
-        "topology",
-        topology,
-        Topology,
-        "A device assignment is for a Topology.",
-        "topology = kd.tpu.experimental.initialize_tpu_system(resolver)",
-        DeviceError,
-    )
+    what = "A device assignment is for a Topology."
+    fix = "topology = kd.tpu.experimental.initialize_tpu_system(resolver)"
+    checks.instance("topology", topology, Topology, what, fix, DeviceError)
     return topology
 
 

@@ -30,9 +30,7 @@ def ring(x: int, y: int, z: int) -> list[tuple[int, int, int]]:
 
 
 def _plane(width: int, height: int) -> list[tuple[int, int]]:
-    """To and fro through the rows, but for the first column, which leads back to the
-    corner.
-    """
+    """To and fro through the rows; the first column leads back to the corner."""
     path = [(0, 0)]
     for row in range(height):
         columns = range(1, width) if row % 2 == 0 else range(width - 1, 0, -1)

@@ -76,13 +76,9 @@ def shutdown_tpu_system(cluster_resolver: ClusterResolver | None = None) -> None
 
 def resolver_or_default(resolver: ClusterResolver | None) -> ClusterResolver:
     """The resolver, or one for the TPU of this machine."""
-    checks.instance(
-        "cluster_resolver",
-        resolver,
-        ClusterResolver | None,
-        "A TPU is named by a ClusterResolver.",
-        'kd.cluster_resolver.TPUClusterResolver(""), or kd.TPUStrategy(tpu="").',
-    )
+    what = "A TPU is named by a ClusterResolver."
+    fix = 'kd.cluster_resolver.TPUClusterResolver(""), or kd.TPUStrategy(tpu="").'
+    checks.instance("cluster_resolver", resolver, ClusterResolver | None, what, fix)
     return resolver or TPUClusterResolver("")
 
 

@@ -60,20 +60,12 @@ def strategy_of_variables(trainer: Any) -> Strategy | None:
         *getattr(trainer, "trainable_variables", []),
         *getattr(trainer, "non_trainable_variables", []),
     ]
-    return next(
-        (
-            v.distribute_strategy
-            for v in variables
-            if isinstance(v, DistributedVariable)
-        ),
-        None,
-    )
+    ours = (v for v in variables if isinstance(v, DistributedVariable))
+    return next((v.distribute_strategy for v in ours), None)
 
 
 def _current_strategy() -> Strategy | None:
-    """The strategy whose scope is open; `None` inside a Keras distribution opened in
-    its scope.
-    """
+    """The strategy whose scope is open; `None` in a Keras distribution in it."""
     if keras.distribution.distribution() is not None:
         return None
     return cast("Strategy | None", context.scope_strategy())
@@ -114,9 +106,7 @@ def takes_host_batches() -> bool:
 
 
 def feed(trainer: Any, adapter: Any, per_epoch: int | None) -> Any:
-    """The batches of one pass, ready for the steps of `trainer`; an iterator with
-    `release`.
-    """
+    """The batches of one pass, ready for the steps; an iterator with `release`."""
     strategy = strategy_of(trainer)
     if strategy is None or strategy.placement.is_on_servers:
         return feeds.host_feed(adapter, per_epoch)
@@ -177,9 +167,7 @@ def group_sizes(trainer: Any) -> GroupSize | None:
 
 
 def is_quiet() -> bool:
-    """Whether another process writes the files and the progress bar of the `fit` that
-    begins.
-    """
+    """Whether another process writes this `fit`'s files and progress bar."""
     return (
         context.has_strategy() and context.get_strategy().replica_mesh.process_index > 0
     )

@@ -27,9 +27,7 @@ from keras_distribute.values import reductions
 def call(
     layer: Any, original: Callable[..., Any], inputs: Any, training: Any, mask: Any
 ) -> Any:
-    """`BatchNormalization.call`: in a step of `fit`, each replica's rows by their own
-    statistics.
-    """
+    """`BatchNormalization.call`: in `fit`, by each replica's own statistics."""
     # No rows, no statistics: the moving ones stay.
     if in_replica() and inputs.size == 0 and not layer.synchronized:
         return original(layer, inputs, False, mask)

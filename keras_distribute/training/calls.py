@@ -80,9 +80,7 @@ def followed_fit() -> epochs.Follower | None:
 
 
 def keep_batches(keep: bool) -> None:
-    """Whether to keep the batches of the last step, or group of steps, of this thread:
-    `stack.batches`.
-    """
+    """Whether to keep the last step's batches in this thread's `stack.batches`."""
     stack.batches = [] if keep else None
 
 
@@ -123,9 +121,7 @@ def set_training_step(trainer: Any, step: Any) -> None:
 
 
 def unchanged_variables(trainer: Any) -> list[Any]:
-    """The variables that no training step of the model changes, once a first step has
-    been compiled.
-    """
+    """The variables that no training step changes, once one has been compiled."""
     known = vars(trainer).get(_STEP)
     step = None if known is None else known()
     return [] if step is None else step.unchanged

@@ -209,9 +209,7 @@ def feed(
 
 
 def host_feed(adapter: Any, per_epoch: int | None) -> Feed:
-    """The batches of one pass on the host, for a model without a strategy whose `fit`
-    is to have positions.
-    """
+    """The batches of one pass on the host, for a model without a strategy."""
     return Feed(*_reading(adapter), per_epoch)
 
 
@@ -223,9 +221,7 @@ def claim(adapter: Any) -> None:
 def _reading(
     adapter: Any, platform: str = "cpu"
 ) -> tuple[Callable[[], Reader], Callable[[Batch], Any], int]:
-    """What opens a pass, what makes of a batch what the step takes, and how many to
-    have ready.
-    """
+    """What opens a pass, makes of a batch what a step takes, and how many ahead."""
     if isinstance(adapter, DatasetAdapter):
         layout = adapter.dataset.layout
         return layout.open, layout.whole, adapter.dataset.steps_ahead

@@ -9,7 +9,7 @@ import jax
 
 from keras_distribute import checks
 from keras_distribute.errors import InputError
-from keras_distribute.values.per_replica import DistributedValues
+from keras_distribute.values.per_replica import is_distributed
 
 _NAMES = ("y", "sample_weight")
 
@@ -25,8 +25,8 @@ def check_fit_arguments(x: Any, arguments: Mapping[str, Any]) -> None:
     """
     given = {"x": x} | {name: arguments.get(name) for name in _NAMES}
     for name, structure in given.items():
-        leaves = jax.tree.leaves(structure, is_leaf=_is_value)
-        if any(map(_is_value, leaves)):
+        leaves = jax.tree.leaves(structure, is_leaf=is_distributed)
+        if any(map(is_distributed, leaves)):
             raise InputError(
                 "fit, evaluate and predict take global batches, and divide them over "
                 "the replicas by themselves.",
@@ -47,7 +47,3 @@ def check_fit_arguments(x: Any, arguments: Mapping[str, Any]) -> None:
             fix="an array for each input that is not optional, model.fit(x, y), or "
             "model.fit(dataset)",
         )
-
-
-def _is_value(leaf: Any) -> bool:
-    return isinstance(leaf, DistributedValues)

@@ -35,9 +35,7 @@ from keras_distribute.variables import accumulators_created, choose_class
 
 
 def install() -> None:
-    """Hooks variable creation, the trainer and its input, optimizers, losses, batch
-    normalization and seeds.
-    """
+    """Puts the seams into Keras, unless they are there."""
     replaced = changes.replaced
     if replaced:
         return

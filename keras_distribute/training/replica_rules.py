@@ -119,9 +119,7 @@ def global_sum(count: Any) -> Any:
 
 
 def replica_seed(seed: Any) -> Any:
-    """A seed of this replica's own; outside a replica, and with only one, the seed
-    itself.
-    """
+    """This replica's own seed; outside a replica, or of only one, the seed itself."""
     if in_replica() and lax.axis_size(REPLICA_AXIS) > 1:
         return jax.random.fold_in(seed, lax.axis_index(REPLICA_AXIS))
     return seed
@@ -133,9 +131,7 @@ def shapes_differ() -> bool:
 
 
 def _updating() -> Any:
-    """The update context: assignments are the same on every replica, and are made as
-    they are.
-    """
+    """The update context: assignments are the same on every replica."""
     return context.entered(Frame(context.get_strategy(), Mode.UPDATE, per_replica=True))
 
 
@@ -155,12 +151,8 @@ def _combined(grads: list[Any], targets: list[Any]) -> list[Any]:
 
 
 def _summed(grads: list[Any]) -> list[Any]:
-    present = [i for i, grad in enumerate(grads) if grad is not None]
-    summed = _sum([grads[i] for i in present])
-    result: list[Any] = [None] * len(grads)
-    for i, grad in zip(present, summed, strict=True):
-        result[i] = grad
-    return result
+    sums = iter(_sum([grad for grad in grads if grad is not None]))
+    return [None if grad is None else next(sums) for grad in grads]
 
 
 def _sum(gradients: list[Any]) -> list[Any]:
@@ -195,9 +187,7 @@ def _apply_scaled(optimizer: Any, grads: list[Any], targets: list[Any]) -> None:
 def _accumulate(
     optimizer: Any, grads: list[Any], targets: list[Any], original: Apply
 ) -> None:
-    """An optimizer's step that adds up gradients, and updates on the last
-    micro-step.
-    """
+    """An optimizer's step that accumulates gradients until the last micro-step."""
     all_pairs = [(g, v) for g, v in zip(grads, targets, strict=True) if g is not None]
     # The optimizer accumulates by itself what is no sum.
     pairs = [pair for pair in all_pairs if not takes_gradient_as_value(pair[1])]

@@ -48,10 +48,24 @@ _STATE, _SYNCED = "_keras_distribute_jax_state", "_keras_distribute_synced"
 _CLAIM = "_keras_distribute_claim"  # Which thread trains the model, in which method.
 
 
-class StrategyTrainer(JAXTrainer):
-    """The trainer of every `keras.Model`: on all replicas where a strategy is
-    in force.
+def _of_each_call(name: str, outside: str, first: Any) -> Any:
+    """An attribute that each call has its own of, by this name: several threads may
+    predict with one model. Outside of calls it is the model's, `outside`.
     """
+
+    def get(self: Any) -> Any:
+        call = calls.of(self)
+        return vars(self).get(outside, first) if call is None else getattr(call, name)
+
+    def put(self: Any, value: Any) -> None:
+        call = calls.of(self)
+        vars(call or self)[name if call else outside] = value
+
+    return property(get, put)
+
+
+class StrategyTrainer(JAXTrainer):
+    """The trainer of every `keras.Model`: on all replicas, if there is a strategy."""
 
     def __init__(self) -> None:
         adoption.adopt(self)
@@ -91,9 +105,7 @@ class StrategyTrainer(JAXTrainer):
         return _made(self, "predict", force, super().make_predict_function)
 
     def _describe_training_step(self) -> str | None:
-        """How a step of `fit` is made, and why; `None` before `compile`, and without a
-        strategy.
-        """
+        """How a step is made, and why; `None` before `compile` and without strategy."""
         strategy: Any = adoption.strategy_of(self)
         if strategy is None or not self.compiled:
             return None
@@ -126,9 +138,7 @@ class StrategyTrainer(JAXTrainer):
         metrics_variables: bool = False,
         purge_model_variables: bool = False,
     ) -> tuple[Any, ...]:
-        """What Keras hands to a step: the values, which stay with whoever
-        holds them.
-        """
+        """What Keras hands to a step: the values, which stay with their holders."""
         wanted = {
             "trainable_variables": trainable_variables,
             "non_trainable_variables": non_trainable_variables,
@@ -146,9 +156,7 @@ class StrategyTrainer(JAXTrainer):
         return tuple(StateGroup(list(group)) for group in groups)
 
     def jax_state_sync(self) -> None:
-        """Gives the variables the values of a step that is not ours; the others have
-        them.
-        """
+        """Gives the variables the values of a step not ours; others have them."""
         state, strategy = self._jax_state, adoption.strategy_of(self)
         if strategy is None:
             compat.sync(self)
@@ -164,32 +172,8 @@ class StrategyTrainer(JAXTrainer):
 
     state_sync = jax_state_sync  # Keras 3.16 calls it so.
 
-    # Each call has its own: several threads may predict with one model.
-    @property
-    def _jax_state(self) -> Any:
-        call = calls.of(self)
-        return self.__dict__.get(_STATE) if call is None else call.state
-
-    @_jax_state.setter
-    def _jax_state(self, state: Any) -> None:
-        call = calls.of(self)
-        if call is None:
-            self.__dict__[_STATE] = state
-        else:
-            call.state = state
-
-    @property
-    def _jax_state_synced(self) -> bool:
-        call = calls.of(self)
-        return self.__dict__.get(_SYNCED, True) if call is None else call.synced
-
-    @_jax_state_synced.setter
-    def _jax_state_synced(self, synced: bool) -> None:
-        call = calls.of(self)
-        if call is None:
-            self.__dict__[_SYNCED] = synced
-        else:
-            call.synced = synced
+    _jax_state = _of_each_call("state", _STATE, None)
+    _jax_state_synced = _of_each_call("synced", _SYNCED, True)
 
     def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         if isinstance(iterator, StrategyEpochIterator) and data_batch is None:
@@ -375,9 +359,7 @@ def _joining(step: Any, size: int) -> Callable[..., Any]:
 
 
 def _next_of(iterator: Iterator[Any], size: int) -> Iterator[Any]:
-    """The next `size` batches, or those that are left; `StopIteration` where
-    none is.
-    """
+    """The next `size` batches, or those that are left; `StopIteration` for none."""
     batches = [next(iterator)]
     with contextlib.suppress(StopIteration):
         while len(batches) < size:

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from keras_distribute import checks
+from keras_distribute._compat.jax_internals import is_key
 from keras_distribute.devices.axes import REPLICA_AXIS
 from keras_distribute.errors import StructureTypeError, ValueStructureError
 
@@ -27,15 +28,6 @@ def is_array(value: Any) -> bool:
         return (kind in "biufc" and char not in "gG") or value.dtype.isbuiltin == 2
     return isinstance(value, jax.Array | int | float | complex) and not isinstance(
         value, bool
-    )
-
-
-def is_key(value: Any) -> bool:
-    """Whether it is an array of JAX's keys of random numbers, which NumPy does not
-    know.
-    """
-    return isinstance(value, jax.Array) and jnp.issubdtype(
-        value.dtype, jax.dtypes.extended
     )
 
 
@@ -56,9 +48,7 @@ def check_adds(value: Any) -> None:
 
 
 def form_of(component: Any) -> tuple[tuple[int, ...], str] | None:
-    """The shape of a component, and the dtype that it has as JAX's array; `None` for
-    what is no array.
-    """
+    """A component's shape, and its dtype in JAX; `None` for what is no array."""
     if not is_array(component):
         return None
     if isinstance(component, jax.Array):
@@ -117,9 +107,7 @@ def summed(values: Sequence[Any]) -> list[jax.Array]:
 
 
 def fitting(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The array in the byte order of this machine; its integers must survive JAX's 32
-    or 64 bits.
-    """
+    """The array in this machine's byte order; its integers must survive JAX's."""
     kind, x64 = array.dtype.kind, is_x64()
     # "O": Python's own, of more than 64 bits.
     if kind == "O" or (kind in "iu" and array.dtype.itemsize == 8 and not x64):

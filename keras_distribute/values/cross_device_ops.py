@@ -153,7 +153,8 @@ class _Packed(CrossDeviceOps):
         options: CommunicationOptions,
     ) -> jax.Array:
         value = widened(reduce_op, per_replica_value.local)
-        return _scaled(reduce_op, self._sums([value])[0], per_replica_value.local)
+        count = lax.axis_size(REPLICA_AXIS)
+        return scaled(reduce_op, self._sums([value])[0], count, per_replica_value.local)
 
     def batch_reduce_implementation(
         self,
@@ -170,18 +171,16 @@ class _Packed(CrossDeviceOps):
             joined([values[i] for i in pack]) if len(pack) > 1 else values[pack[0]]
             for pack in packs
         ]
+        count = lax.axis_size(REPLICA_AXIS)
         for pack, total in zip(packs, self._sums(buffers), strict=True):
             offset = 0
             for i in pack:
                 size = values[i].size
-                piece = (
-                    total
-                    if len(pack) == 1
-                    else total[offset : offset + size].reshape(values[i].shape)
-                )
-                results[i] = _scaled(
-                    reduce_op, piece, value_destination_pairs[i][0].local
-                )
+                piece = total
+                if len(pack) > 1:
+                    piece = total[offset : offset + size].reshape(values[i].shape)
+                local = value_destination_pairs[i][0].local
+                results[i] = scaled(reduce_op, piece, count, local)
                 offset += size
         return results
 
@@ -264,11 +263,11 @@ class ReductionToOneDevice(CrossDeviceOps):
         destinations: Any,
         options: CommunicationOptions,
     ) -> jax.Array:
-        gathered = lax.all_gather(
-            widened(reduce_op, per_replica_value.local), REPLICA_AXIS
-        )
-        total = self._accumulate([gathered[i] for i in range(gathered.shape[0])])
-        return _scaled(reduce_op, total, per_replica_value.local)
+        local = per_replica_value.local
+        gathered = lax.all_gather(widened(reduce_op, local), REPLICA_AXIS)
+        count = gathered.shape[0]
+        total = self._accumulate([gathered[i] for i in range(count)])
+        return scaled(reduce_op, total, count, local)
 
 
 def _reduced(
@@ -308,13 +307,12 @@ def widened(reduce_op: ReduceOp, value: Any) -> jax.Array:
     return value.astype(jnp.float32) if half else value
 
 
-def _scaled(reduce_op: ReduceOp, total: Any, value: Any) -> Any:
+def scaled(reduce_op: ReduceOp, total: Any, count: Any, value: Any) -> jax.Array:
+    """The sum or the mean, of the values' dtype where that can hold one."""
     if reduce_op is not ReduceOp.MEAN:
         return total
-    mean = total / lax.axis_size(REPLICA_AXIS)
-    return (
-        mean.astype(value.dtype) if jnp.issubdtype(value.dtype, jnp.floating) else mean
-    )
+    kept = jnp.issubdtype(value.dtype, jnp.floating)
+    return (total / count).astype(value.dtype) if kept else total / count
 
 
 def _add_in_order(parts: list[jax.Array]) -> jax.Array:

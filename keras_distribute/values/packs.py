@@ -13,9 +13,7 @@ from jax import lax
 def packs_of(
     values: Sequence[Any], num_packs: int, bytes_per_pack: int
 ) -> list[list[int]]:
-    """Indices of the values that go into one buffer together, in order; a buffer holds
-    one dtype.
-    """
+    """Indices of the values of each buffer, in order; a buffer holds one dtype."""
     if num_packs == 0 and bytes_per_pack == 0:
         return [[i] for i in range(len(values))]
     by_dtype: dict[Any, list[int]] = {}

@@ -106,6 +106,11 @@ class DistributedValues(NDArrayOperatorsMixin):
         return format(self._as_one(), spec) if spec else repr(self)
 
 
+def is_distributed(value: Any) -> bool:
+    """Whether a value is one of each replica."""
+    return isinstance(value, DistributedValues)
+
+
 class PerReplica(DistributedValues):
     """A value that differs per replica: what `Strategy.run` returns.
 

@@ -30,7 +30,7 @@ from keras_distribute.values.arrays import (
     on_host,
     summed,
 )
-from keras_distribute.values.cross_device_ops import CrossDeviceOps, widened
+from keras_distribute.values.cross_device_ops import CrossDeviceOps, scaled, widened
 from keras_distribute.values.per_replica import PerReplica
 from keras_distribute.values.stacked import compiled, of_this_replica
 from keras_distribute.values.trace_exchange import Form
@@ -50,9 +50,7 @@ def reduce_locals(
 
 
 def reduce_alone(reduce_op: ReduceOp, value: Any) -> jax.Array:
-    """What `reduce_locals` makes of a value where there is one replica and no
-    program.
-    """
+    """What `reduce_locals` makes of a value of one replica, without a program."""
     value = jnp.asarray(value)
     kept = jnp.issubdtype(value.dtype, jnp.floating)
     return value if kept else widened(reduce_op, value)
@@ -78,9 +76,7 @@ def sum_gradients(
 
 
 def all_gather_locals(values: Sequence[Any], axis: int) -> list[jax.Array]:
-    """The replicas' values joined along `axis`, inside a program; their sizes may
-    differ.
-    """
+    """The replicas' values, of any sizes, joined along `axis`; inside a program."""
     values = [jnp.asarray(value) for value in values]
     axes = [check_axis(axis, value.ndim) for value in values]
     trace = context.ragged_trace()
@@ -147,12 +143,8 @@ def reduce_along_axes_local(
     value = jnp.asarray(value)
     axes = check_axes(axes, value.ndim)
     own = jnp.sum(widened(reduce_op, of_this_replica(value)), axes)
-    (total,) = summed([own])
-    if reduce_op is not ReduceOp.MEAN:
-        return total
-    return _mean(
-        total, total_count(math.prod(value.shape[a] for a in axes)), value.dtype
-    )
+    count = total_count(math.prod(value.shape[a] for a in axes))
+    return scaled(reduce_op, summed([own])[0], count, value)
 
 
 def reduce_values(
@@ -186,9 +178,7 @@ def reduce_values(
 
 
 def gather_values(value: PerReplica, axis: int) -> jax.Array:
-    """`Strategy.gather` of a `PerReplica`: the components joined along `axis`, on every
-    replica.
-    """
+    """`Strategy.gather` of a `PerReplica`: joined along `axis`, on every replica."""
     if value.local is not None:
         return all_gather_locals([value.local], axis)[0]
     array = value.padded if value.stacked is None else value.stacked
@@ -243,38 +233,24 @@ def check_axes(axes: Sequence[int], ndim: int) -> tuple[int, ...]:
     return checked
 
 
-def _mean(total: Any, count: Any, dtype: Any) -> jax.Array:
-    """The mean from a sum: of the values' dtype where that can hold one."""
-    if jnp.issubdtype(dtype, jnp.floating):
-        return (total / count).astype(dtype)
-    return total / count
-
-
 def _reduce_padded_local(
     reduce_op: ReduceOp, shapes: Shapes, axes: tuple[int, ...], value: jax.Array
 ) -> jax.Array:
-    """`reduce_along_axes_local` of a component that is filled up: only its true
-    elements count.
-    """
+    """`reduce_along_axes_local` of a padded component: its true elements count."""
     own = jnp.asarray(np.asarray(shapes, "int32"))[lax.axis_index(REPLICA_AXIS)]
     true = functools.reduce(
         jnp.logical_and,
         [lax.broadcasted_iota("int32", value.shape, a) < own[a] for a in axes],
     )
     (total,) = summed([jnp.sum(widened(reduce_op, value), axes, where=true)])
-    if reduce_op is not ReduceOp.MEAN:
-        return total
-    return _mean(
-        total, sum(math.prod(shape[a] for a in axes) for shape in shapes), value.dtype
-    )
+    count = sum(math.prod(shape[a] for a in axes) for shape in shapes)
+    return scaled(reduce_op, total, count, value)
 
 
 def _reduce_unlike(
     reduce_op: ReduceOp, components: Sequence[Any], axes: tuple[int, ...]
 ) -> jax.Array:
-    """Of components that differ in rank or dtype, on the host; all are
-    this process's.
-    """
+    """Of components of several ranks or dtypes, on the host; all this process's."""
     parts = [on_host(part) for part in checked_arrays(components, "reduced")]
     for part in parts:
         check_adds(part)
@@ -302,9 +278,7 @@ def _check_reducible(
 
 
 def _check_joinable(of_all: Sequence[tuple[Form, ...]], axes: Sequence[int]) -> None:
-    """Raises unless all replicas gather as many values, which differ in size along the
-    axis alone.
-    """
+    """Raises unless replicas gather values that differ along the axis alone."""
     if len({len(forms) for forms in of_all}) > 1:
         raise ValueStructureError(
             "The replicas gather structures of different numbers of values.",
@@ -315,15 +289,11 @@ def _check_joinable(of_all: Sequence[tuple[Form, ...]], axes: Sequence[int]) -> 
             fix="gather the same structure on every replica.",
         )
     for axis, forms in zip(axes, zip(*of_all, strict=True), strict=True):
-        if (
-            len(
-                {
-                    (dtype, len(shape), shape[:axis], shape[axis + 1 :])
-                    for shape, dtype in forms
-                }
-            )
-            > 1
-        ):
+        alike = {
+            (dtype, len(shape), shape[:axis], shape[axis + 1 :])
+            for shape, dtype in forms
+        }
+        if len(alike) > 1:
             raise _ungatherable([(dtype, shape) for shape, dtype in forms], axis)
 
 

@@ -25,9 +25,7 @@ from keras_distribute.values.per_replica import Mirrored, PerReplica
 
 
 def mesh_of(destinations: Any) -> ReplicaMesh | None:
-    """The mesh on which a value, a variable or a strategy lives; `None` for a plain
-    value.
-    """
+    """The mesh of a value, a variable or a strategy; `None` for a plain value."""
     if isinstance(destinations, ReplicaMesh):
         return destinations
     if isinstance(destinations, PerReplica):
@@ -113,9 +111,7 @@ def of_this_replica(value: Any) -> Any:
 def compiled(
     function: Callable[..., Any], mesh: jax.sharding.Mesh, *fixed: Any
 ) -> Callable[..., Any]:
-    """`function(*fixed, *local)` of local values as a program on stacked ones, compiled
-    once.
-    """
+    """`function(*fixed, *local)` as a program on stacked values, compiled once."""
     split = PartitionSpec(REPLICA_AXIS)
 
     def body(*stacked: jax.Array) -> Any:

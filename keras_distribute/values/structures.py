@@ -46,9 +46,7 @@ def mapped(
 
 
 def contents(value: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
-    """The keys and the items of a container, in its own order; `None` for anything
-    else.
-    """
+    """The keys and items of a container, in its own order; `None` for others."""
     if isinstance(value, Mapping):
         return tuple(value), list(value.values())
     if isinstance(value, list | tuple):
@@ -201,9 +199,7 @@ def _is_array(leaf: Any) -> bool:
 
 @functools.lru_cache(maxsize=512)
 def _is_container(kind: type) -> bool:
-    """Whether objects of a class may have items, which decides quickly for
-    most leaves.
-    """
+    """Whether objects of a class may have items; quick for most leaves."""
     return (
         issubclass(kind, Mapping | list | tuple)
         or _fields(kind) is not None

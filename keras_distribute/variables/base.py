@@ -123,9 +123,7 @@ class DistributedVariable(compat.Variable):
 
     @property
     def _value(self) -> jax.Array | None:
-        """Keras's name for the array, which is `None` in the middle of
-        Keras's loops.
-        """
+        """Keras's name for the array; `None` in the middle of Keras's loops."""
         link = self._link
         return None if link is not None and link[0].is_running else self.stored
 
@@ -240,9 +238,7 @@ class DistributedVariable(compat.Variable):
         return self._assign_change(jnp.subtract, self._change(value))
 
     def _change(self, value: Any) -> Any:
-        """What is added, in the variable's shape and its own dtype: as in Keras, the
-        sum is cast.
-        """
+        """What is added, in the variable's shape and its own dtype, as in Keras."""
         change = self._as_array(value)
         if not (compat.in_stateless_scope() or isinstance(change, jax.core.Tracer)):
             change = self.replica_mesh.within_reach(change)

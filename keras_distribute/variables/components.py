@@ -33,9 +33,7 @@ def of_first(value: Any) -> Any:
 
 
 def combined(aggregation: str, value: Any) -> Any:
-    """The replicas' values as one, by an aggregation other than `"none"`; inside a
-    program.
-    """
+    """The replicas' values as one, by an aggregation but `"none"`; in a program."""
     value = of_this_replica(value)
     if aggregation == "mean":
         (total,) = summed([widened(ReduceOp.MEAN, value)])
@@ -80,9 +78,7 @@ def _sum(mesh: ReplicaMesh, stacked: jax.Array) -> jax.Array:
 
 @functools.lru_cache(maxsize=256)
 def aggregated(mesh: ReplicaMesh, aggregation: str, sharding: NamedSharding) -> Any:
-    """A program from the stored components to the value that a read across replicas
-    gives.
-    """
+    """A program from the stored components to what a read across replicas gives."""
 
     def aggregate(stacked: jax.Array) -> jax.Array:
         if aggregation == "only_first_replica":

@@ -97,7 +97,6 @@ class _Key(keras.random.SeedGenerator):
         self.key = key  # Without the state of a generator.
 
     def next(self, ordered: bool = True) -> Any:
-        del ordered
         return self.key
 
 

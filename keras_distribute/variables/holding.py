@@ -48,9 +48,7 @@ class Holder:
     """
 
     def __init__(
-        self,
-        variables: Iterable[tuple[Place, Any]],
-        placement: Placement | None = None,
+        self, variables: Iterable[tuple[Place, Any]], placement: Placement | None = None
     ) -> None:
         device = None if placement is None else placement.parameter_device
         self._rest = None if device is None else placement
@@ -108,20 +106,15 @@ class Holder:
     def forget(self, place: Place) -> None:
         """Drops the array of a variable that another holder has taken: two references
         to one array would have it copied before it is given away."""
-        del place
 
     def across(self, place: Place, variable: Any) -> Any:
-        """What the variable reads across replicas, if that is in the state; else
-        `None`.
-        """
-        del place, variable
+        """What the variable reads across replicas, if the state has it, or `None`."""
         return None
 
     def standing(self, links: Sequence[tuple[Place, Any]]) -> list[Standing]:
         """The arrays on the devices behind some of its variables, with their places;
         none for those that are elsewhere. The caller holds `launches.lock`.
         """
-        del links
         return []
 
     def _standing_at(self, index: int, parts: Sequence[Part]) -> Standing:
@@ -161,19 +154,14 @@ class Holder:
 
     def _name_at(self, index: int, array: Any) -> str:
         """What one of the arrays of the state is."""
-        del index
         return f"a variable of shape {array.shape}"
 
     def _with(self, changed: dict[Place, Any]) -> Any:
-        """The state with the values of these variables, which are all at the first
-        call.
-        """
+        """The state with the values of these variables: all, at the first call."""
         raise NotImplementedError
 
     def _array(self, place: Place, variable: Any) -> Any:
-        """The array at a place as the variable stores it; `None` if it cannot
-        be had.
-        """
+        """The array at a place as the variable stores it; `None` without one."""
         raise NotImplementedError
 
 

@@ -101,9 +101,7 @@ class SyncOnReadVariable(DistributedVariable):
 
     @property
     def components(self) -> PerReplica | None:
-        """What is stored, to be assigned again as it is; `None` before it is
-        initialized.
-        """
+        """What is stored, to be assigned again; `None` before it is initialized."""
         return PerReplica(stacked=self.stored) if self.is_initialized else None
 
     def _checked(self, value: Any) -> Any:

@@ -14,9 +14,7 @@ thread = in_force.thread
 
 @contextlib.contextmanager
 def given_away() -> Generator[None]:
-    """Arrays assigned in this `with` block are the variables' from now on: nobody else
-    uses them.
-    """
+    """Arrays assigned in this `with` block belong to the variables alone."""
     before, thread.gives_away = thread.gives_away, True
     try:
         yield

@@ -36,9 +36,7 @@ STRATEGIES = {
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_largest_batch_that_ran(name):
-    """A step that really runs out of memory; the model goes on as if it had not been
-    searched.
-    """
+    """A step really runs out of memory; the model goes on as if never searched."""
     strategy = STRATEGIES[name]()
     replicas = 1 if strategy is None else strategy.num_replicas_in_sync
     model, twin = (trained(strategy, Hungry(40)) for _ in range(2))

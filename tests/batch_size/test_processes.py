@@ -12,9 +12,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def searches() -> dict:
-    """In each of two processes of two devices: what it finds, and whether the model is
-    as it was.
-    """
+    """In each process: what it finds, and whether the model is as it was."""
     without_tensorflow()
     from keras_distribute.batch_size import trials
 

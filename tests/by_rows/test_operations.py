@@ -139,11 +139,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = 
     ),
     "groups of rows": (lambda x: jnp.reshape(x, (8, 2, 6)).mean(1), (X,), (0,)),
     "dimensions gone": (lambda x: jnp.squeeze(x[:, None], 1), (X,), (0,)),
-    "joined and cut": (
-        lambda x, y: jnp.concatenate([x, y], 1)[:, 2:7],
-        (X, Y),
-        (0, 0),
-    ),
+    "joined and cut": (lambda x, y: jnp.concatenate([x, y], 1)[:, 2:7], (X, Y), (0, 0)),
     "in pieces": (lambda x: jnp.split(x, 3, 1), (X,), (0,)),
     "stacked": (lambda x, y: jnp.stack([x[:, :5], y], 1), (X, Y), (0, 0)),
     "stacked in front": (lambda x: jnp.stack([x.T, x.T], 0), (X,), (0,)),
@@ -193,11 +189,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = 
         (X,),
         (0,),
     ),
-    "how many of each": (
-        lambda i: jnp.zeros(9).at[i].add(1.0),
-        (TOKENS,),
-        (0,),
-    ),
+    "how many of each": (lambda i: jnp.zeros(9).at[i].add(1.0), (TOKENS,), (0,)),
     "added to what was there": (
         lambda a, i: jnp.asarray(a).at[i].add(1.0),
         (normal(9), TOKENS),
@@ -544,9 +536,7 @@ def test_sums_that_are_kept_in_parts(penalty: bool) -> None:
 
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_rows_beside_all_other_rows(replicas):
-    """As in a contrastive loss: one operand has parts along one dimension, the other
-    along another.
-    """
+    """As in a contrastive loss: operands with parts along different dimensions."""
 
     def function(x: Any, labels: Any) -> Any:
         distances = jnp.sum((x[:, None] - x[None]) ** 2, -1)

@@ -165,9 +165,7 @@ def interrupted(
 
 
 def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Every variable, the history, and what a callback saw of every step are the same,
-    bit for bit.
-    """
+    """Variables, history, and what a callback saw of each step: bit for bit."""
     assert actual["history"] == expected["history"]
     assert actual["epochs"] == expected["epochs"]
     assert actual["log"]["seen"] == expected["log"]["seen"]

@@ -317,9 +317,7 @@ def test_equal_with_and_without_interruption(name: str, tmp_path: Any) -> None:
 
 
 def test_stopped_early_and_killed_before_the_end(tmp_path: Any) -> None:
-    """Training that had been stopped stays stopped: nothing is trained after the
-    restart.
-    """
+    """Training that had been stopped stays so: nothing is trained after the restart."""
 
     def fit(model: Any, callbacks: Any) -> Any:
         stopping = C.EarlyStopping(

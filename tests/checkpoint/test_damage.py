@@ -160,9 +160,7 @@ def attempt(run: Run, step: int) -> bool:
 
 
 def test_flipped_bytes(run: Run) -> None:
-    """Bytes flipped anywhere in any file: refused, or harmless; the state is never
-    another one.
-    """
+    """Bytes flipped in any file: refused, or harmless; never another state."""
     run.checkpoint.restore(run.directory / "3")
     right = run.state
     files = files_of(run.directory / "3")
@@ -427,9 +425,7 @@ def test_full_disk(asynchronous: bool, small_disk: Any) -> None:
 
 
 def test_a_read_only_file_system(small_disk: Any) -> None:
-    """What is there is restored; to save is a clear error, at once or with the next
-    call.
-    """
+    """What is there is restored; to save is a clear error, now or at the next call."""
     variable = keras.Variable(1.0)
     checkpoint = Checkpoint(v=variable)
     CheckpointManager(checkpoint, small_disk, asynchronous=False).save(1)

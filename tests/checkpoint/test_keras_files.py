@@ -100,9 +100,7 @@ def test_loaded_under_a_strategy(
 
 
 def plain_backup(place: int, folder: Any, cut: Cut | None = None) -> dict[str, Any]:
-    """Three epochs with Keras's own `BackupAndRestore`; what the variables are in the
-    end.
-    """
+    """Three epochs with Keras's own `BackupAndRestore`; the variables in the end."""
     keras.utils.set_random_seed(SEED)
     x, y = plain_keras.rows()
     with scope(place):

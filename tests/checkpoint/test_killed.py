@@ -65,9 +65,7 @@ def latest(folder: Any) -> int:
 
 @pytest.mark.timeout(60 + 30 * TRIES)
 def test_killed_at_a_random_moment(tmp_path: Any) -> None:
-    """What is there is whole; the next start goes on from it and clears away what was
-    not finished.
-    """
+    """What is there is whole; the next start goes on from it, and clears the rest."""
     generator, last, unfinished = random.Random(SEED), 0, 0
     for tried in range(MOST):
         if tried >= TRIES and unfinished:

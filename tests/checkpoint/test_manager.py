@@ -104,9 +104,7 @@ def test_keeps_the_best(value: Value, mode: str, best: int) -> None:
 
 
 def test_what_was_saved_last_stays_below_later_steps(value: Value) -> None:
-    """As after going back to an earlier step; it is not deleted as soon as it is
-    written.
-    """
+    """As after going back to an earlier step; not deleted as soon as written."""
     with value.manager(max_to_keep=2) as manager:
         for step in (20, 30, 10):
             path = value.save(manager, step)
@@ -239,9 +237,7 @@ NO_SPACE = OSError(28, "No space left on device")
 def test_an_error_in_the_background_appears_at_the_next_call(
     value: Value, monkeypatch: Any
 ) -> None:
-    """Once, and the manager goes on; nothing is deleted for a checkpoint that was not
-    written.
-    """
+    """Once, and the manager goes on; a save that failed deletes nothing."""
     manager = value.manager(max_to_keep=1)
     value.save(manager, 0)
     manager.wait()

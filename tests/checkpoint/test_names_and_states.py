@@ -414,9 +414,7 @@ def test_a_variable_without_a_value(tmp_path: Any) -> None:
 
 
 class NoSync(keras.callbacks.Callback):
-    """Keras gives values back to a callback that asks for `self.model`; this one does
-    not ask.
-    """
+    """Keras gives values back to a callback that asks for `self.model`; not to this."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()

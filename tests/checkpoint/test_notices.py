@@ -73,9 +73,7 @@ def uninterrupted() -> dict[str, Any]:
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("freq", [1, "epoch", False])
 def test_in_fit(method: str, freq: Any, tmp_path: Any) -> None:
-    """Saves, whatever `save_freq` says, and exits; the second run does the rest, and
-    only that.
-    """
+    """Saves, whatever `save_freq` is, and exits; the second run does the rest."""
     backup = {"save_freq": freq, "termination_config": Config(exit_fn=end)}
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Ended):
@@ -281,9 +279,7 @@ def handler_of_before() -> Any:
 
 
 def test_a_step_keeps_its_number(tmp_path: Any) -> None:
-    """Preempted twice between two saves, the checkpoints of the exits give way to that
-    of the step.
-    """
+    """Preempted twice between saves, the exits' checkpoints give way to the step's."""
     loop = Counting(tmp_path)
     loop.step()
     loop.manager.save(1)

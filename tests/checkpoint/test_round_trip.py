@@ -85,10 +85,7 @@ def test_a_custom_loop_goes_on_bit_for_bit(place: int, tmp_path: Any) -> None:
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [(0, 4), (8, 0), (1, 8), (4, 2)],
-)
+@pytest.mark.parametrize(("source", "target"), [(0, 4), (8, 0), (1, 8), (4, 2)])
 def test_on_any_number_of_replicas(source: int, target: int, tmp_path: Any) -> None:
     """All reads as it did, gradients half way to an update included, and the next epoch
     is the same to rounding.
@@ -215,9 +212,7 @@ def test_components_without_aggregation_fit_as_many_replicas_only(
 def test_saved_and_restored_by_a_callback_in_the_middle_of_an_epoch(
     place: int, tmp_path: Any
 ) -> None:
-    """While `fit` has the variables' values: also the metrics of the running epoch go
-    on.
-    """
+    """While `fit` has the variables' values: the metrics of the epoch go on, too."""
 
     class Saving(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -244,9 +239,7 @@ def test_saved_and_restored_by_a_callback_in_the_middle_of_an_epoch(
 def test_what_was_saved_before_training_undoes_training(
     place: int, tmp_path: Any
 ) -> None:
-    """The optimizer's variables are saved before the first step makes them, and metrics
-    are reset.
-    """
+    """The optimizer's variables are saved before the first step; metrics are reset."""
     model = made(place)
     path = Checkpoint(model=model).save(tmp_path / "ckpt")
     history = fit(model, 1)
@@ -261,9 +254,7 @@ def test_what_was_saved_before_training_undoes_training(
 
 
 def test_restoring_compiles_nothing_and_keeps_the_placement(tmp_path: Any) -> None:
-    """The next step finds arrays of the sharding, type and kind that its program was
-    compiled for.
-    """
+    """The next step finds arrays of the kind that its program was compiled for."""
     loop = Loop(4)
     loop.run(2)
     path = Checkpoint(**loop.objects).save(tmp_path / "ckpt")
@@ -384,9 +375,7 @@ def test_numbering_of_save(tmp_path: Any) -> None:
 
 
 def test_models_in_one_process(tmp_path: Any) -> None:
-    """The counters in automatic names differ between two models of one kind, and do not
-    matter.
-    """
+    """The counters in names differ between models of one kind, and do not matter."""
     first, second = build(), build()
     path = Checkpoint(model=first).write(tmp_path / "ckpt")
     Checkpoint(model=second).restore(path).assert_consumed()

@@ -138,9 +138,7 @@ def fit(
 
 
 class Batches:
-    """Epoch after epoch of a distributed dataset, as one object that a checkpoint can
-    keep.
-    """
+    """Epochs of a distributed dataset, as one object that a checkpoint can keep."""
 
     def __init__(self, dataset: kd.DistributedDataset) -> None:
         self._dataset, self._iterator = dataset, iter(dataset)

@@ -47,9 +47,7 @@ class Ray(types.ModuleType):
 
     def remote(self, cls):
         def options(**given):
-            return types.SimpleNamespace(
-                remote=lambda *args: self.actor(given, *args),
-            )
+            return types.SimpleNamespace(remote=lambda *args: self.actor(given, *args))
 
         return types.SimpleNamespace(options=options)
 

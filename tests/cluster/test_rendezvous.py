@@ -243,10 +243,7 @@ def test_it_listens_at_the_address_that_was_named_alone():
         found = pool.submit(rendezvous.meet, address, 0, 1, **options)
         end = time.monotonic() + 10
         while True:
-            with (
-                contextlib.suppress(OSError),
-                socket.create_connection(address, 2),
-            ):
+            with contextlib.suppress(OSError), socket.create_connection(address, 2):
                 break
             assert time.monotonic() < end
         for other in ("127.0.0.1", "127.0.0.6", "::1"):

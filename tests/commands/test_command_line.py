@@ -389,10 +389,7 @@ def test_launch_is_the_launcher(tmp_path, capsys):
     given = ["--nproc", "2", "--cpu-devices", "1", str(script)]
     done = command("launch", *given, "--epochs", "2")
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [
-        "[0] 0 --epochs 2",
-        "[1] 1 --epochs 2",
-    ]
+    assert sorted(done.stdout.splitlines()) == ["[0] 0 --epochs 2", "[1] 1 --epochs 2"]
     assert command("launch", *given, "fail").returncode == 3
     with pytest.raises(SystemExit):
         launch(["--help"], "keras-distribute launch")

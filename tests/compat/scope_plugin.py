@@ -78,9 +78,7 @@ def pytest_collection_modifyitems(
 
 
 def in_sample(test: str, one_in: int) -> bool:
-    """Whether this test is the one of so many that runs, or opens a distribution of
-    Keras's own.
-    """
+    """Whether this test is one that runs, or opens a distribution of Keras's own."""
     return "_distributed" in test or zlib.crc32(test.encode()) % one_in == 0
 
 

@@ -69,9 +69,7 @@ class SuiteError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TestResult:
-    """What one test did. `counts` are those of `scope_plugin.Watch`, empty without a
-    strategy.
-    """
+    """What one test did. `counts`: those of `scope_plugin.Watch`, under a strategy."""
 
     __test__ = False
 
@@ -144,14 +142,7 @@ def run_suites(
             "python_files=*_test.py",
             "--continue-on-collection-errors",
         ]
-        command += [
-            "--scope",
-            scope,
-            "--report",
-            str(report),
-            "--one-in",
-            str(one_in),
-        ]
+        command += ["--scope", scope, "--report", str(report), "--one-in", str(one_in)]
         with log.open("wb") as output:
             code = _run(command, cwd=folder, output=output)
         events = _read(report)
@@ -176,9 +167,7 @@ def run_suites(
 
 
 def _run(command: list[str], *, cwd: str, output: Any) -> int | str:
-    """Runs a command in a new session, so that a hung collective and all children can
-    be killed.
-    """
+    """Runs a command in a new session, so that all children can be killed."""
     dropped = {
         "PYTEST_ADDOPTS",
         "PYTEST_PLUGINS",
@@ -267,9 +256,7 @@ def measure(name: str, one_in: int = 1) -> dict[str, str]:
 def differences(
     expected: dict[str, str], found: dict[str, TestResult]
 ) -> list[Difference]:
-    """Every test with another outcome than the baseline's, those missing on one side
-    included.
-    """
+    """Every test with another outcome than the baseline's, missing ones included."""
     result: list[Difference] = []
     absent = TestResult(outcome="missing")
     for test in sorted(expected.keys() | found.keys()):
@@ -284,9 +271,7 @@ def differences(
 
 
 def record() -> None:
-    """Measures every suite and puts the outcomes in the place of the record of the same
-    versions.
-    """
+    """Measures every suite, in the place of the record of the same versions."""
     measured = {name: measure(name) for name in SUITES}
     suites = {name: recorded(outcomes) for name, outcomes in measured.items()}
     others = [entry for entry in _records() if entry["versions"] != versions()]

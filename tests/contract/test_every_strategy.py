@@ -99,9 +99,7 @@ def plain_loop():
 
 @pytest.mark.sampled(3)
 def test_a_custom_loop_gives_the_numbers_of_one_device(strategy, plain_loop):
-    """The batch is split by hand, so it must divide: 24 rows over each of the replica
-    counts.
-    """
+    """The batch is split by hand: 24 rows divide over each of the replica counts."""
     with strategy.scope():
         keras.utils.set_random_seed(0)
         model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])

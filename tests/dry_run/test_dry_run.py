@@ -269,9 +269,7 @@ def test_json_and_pictures(tmp_path):
 
 
 def test_an_estimate_is_called_one(tmp_path):
-    """With a target of TPUs, whose rates are known, in place of the CPUs that were
-    compiled for.
-    """
+    """With a target of TPUs, whose rates are known, in place of the CPUs."""
     report = kd.dry_run(models.mlp, 16, topology="cpu:4")
     target = targets.parse("v5e:2x2")
     seconds = api.estimate.of_step(

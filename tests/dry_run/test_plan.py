@@ -16,9 +16,7 @@ DEVICES = [f"cpu:{i}" for i in range(4)]
 
 
 def ran(model, x, y, monkeypatch):
-    """The text of the programs that a `fit` runs, traced from what they are really
-    called with.
-    """
+    """The text of a `fit`'s programs, traced from what they are called with."""
     texts = []
 
     original = CompiledStep._launch

@@ -178,9 +178,7 @@ def test_attention_by_the_kernel_on_each_replicas_rows(topology, mixes):
 
 
 def test_logical_devices_on_chips():
-    """Two chips a replica, with the height of images divided, and a dense layer's
-    units.
-    """
+    """Two chips a replica; images' heights and a dense layer's units divided."""
     with logical.tpu_strategy(2, layout_map=logical.HIDDEN).scope():
         model = logical.image_classifier([1, 2, 1, 1])
     report = kd.dry_run(model, 64, topology="v5e:2x4")
@@ -320,9 +318,7 @@ def test_a_decoder_of_a_billion_weights_fits(topology):
 def test_a_strategy_finds_the_chips_of_one_machine(
     name, shape, tasks, replicas, monkeypatch
 ):
-    """Notebooks and TPU virtual machines: one or eight devices, as libtpu describes
-    them.
-    """
+    """Notebooks and TPU machines: one or eight devices, as libtpu describes them."""
     chips = targets.parse(name).devices()
     monkeypatch.setattr(jax, "devices", lambda *platform: chips)
     topology = kd.tpu.experimental.initialize_tpu_system(

@@ -64,10 +64,7 @@ def snapshot(variables: list[keras.Variable]) -> list[tuple[str, np.ndarray]]:
 
 
 def observe(
-    build: Build,
-    run: Run,
-    strategy: Any = None,
-    fit_in_scope: bool = False,
+    build: Build, run: Run, strategy: Any = None, fit_in_scope: bool = False
 ) -> Outcome:
     """Build in the strategy's scope (or in none), run, and record the outcome."""
     keras.utils.set_random_seed(SEED)
@@ -208,9 +205,7 @@ def assert_close(
 
 
 def assert_devices_agree(model: keras.Model) -> None:
-    """Shards that stand for the same part of a variable hold the same bits on every
-    device.
-    """
+    """Shards of the same part of a variable hold the same bits on every device."""
     optimizer = getattr(model, "optimizer", None)
     for variable in [
         *model.variables,
@@ -230,9 +225,7 @@ def assert_devices_agree(model: keras.Model) -> None:
 
 @contextlib.contextmanager
 def compilations() -> Iterator[list[str]]:
-    """The names of the functions that XLA compiles inside the block, one per
-    compilation.
-    """
+    """The names of the functions that XLA compiles in the block, one for each."""
     names: list[str] = []
 
     def listen(event: str, duration: float, **details: Any) -> None:
@@ -258,9 +251,7 @@ def error_class(action: Callable[[], Any]) -> type[BaseException] | None:
 def fit_evaluate_predict(
     x: Any, y: Any, *, batch_size: int = 32, epochs: int = 2, **options: Any
 ) -> Run:
-    """A run on arrays: fit without shuffling, then evaluate and predict on the same
-    arrays.
-    """
+    """A run on arrays: fit without shuffling, then evaluate and predict on them."""
     weights = options.get("sample_weight")
 
     def run(model: keras.Model) -> dict[str, Any]:

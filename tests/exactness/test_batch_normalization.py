@@ -176,9 +176,7 @@ def test_moving_statistics_by_hand_and_as_saved(tmp_path: Any) -> None:
 @pytest.mark.parametrize("image", [False, True], ids=["dense", "convolutional"])
 @pytest.mark.parametrize("samples", [64, 70])
 def test_batch_normalization_synchronized(image: bool, samples: int) -> None:
-    """TF ok. KD: ValueError, only with TensorFlow. Ours equals one device, tails
-    included.
-    """
+    """TF ok. KD: ValueError, only with TensorFlow. Ours is one device's, with tails."""
     x, y = table(samples)
     if image:
         x = (

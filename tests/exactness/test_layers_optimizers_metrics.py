@@ -144,10 +144,7 @@ def test_low_precision(policy: str) -> None:
             keras.config.set_dtype_policy(before)
 
     outcome = equals_one_device(
-        build,
-        fit_only(X, Y, batch_size=8),
-        rtol=4 * rounding,
-        floor=rounding,
+        build, fit_only(X, Y, batch_size=8), rtol=4 * rounding, floor=rounding
     )
     scaled = isinstance(outcome.model.optimizer, keras.optimizers.LossScaleOptimizer)
     assert scaled == (policy == "mixed_float16")
@@ -365,9 +362,7 @@ class SelfAttention(layers.Layer):
 
 
 def test_the_strategy_is_there() -> None:
-    """The comparisons above compare two things: building under a strategy is seen as
-    such.
-    """
+    """Two things are compared above: building under a strategy is seen as such."""
     with harness.mirrored(4).scope():
         assert kd.has_strategy()
     assert not kd.has_strategy()

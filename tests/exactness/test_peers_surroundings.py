@@ -45,9 +45,7 @@ def compiled(model: keras.Model, optimizer: Any = None) -> keras.Model:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("target", [0, 1, 2, 4])
 def test_save_and_load_on_1_2_4_replicas(target: int, tmp_path: Any) -> None:
-    """TF: predictions differ by 9.4e-3 with BatchNorm. KD ok. 0 replicas is plain
-    Keras.
-    """
+    """TF: predictions differ by 9.4e-3 with BatchNorm. KD ok. 0 is plain Keras."""
 
     def build() -> keras.Model:
         return compiled(
@@ -168,9 +166,7 @@ class Watched(layers.Layer):
 
 
 def test_built_and_compiled_inside_fit_outside() -> None:
-    """TF ok. KD: every device silently does the whole batch. Ours: each device does its
-    quarter.
-    """
+    """TF ok. KD: each device silently does the whole batch. Ours: its quarter."""
     seen: list[Any] = []
 
     def build() -> keras.Model:

@@ -90,9 +90,7 @@ def cases(draw: st.DrawFn, kind: str) -> zoo.Case:
 @pytest.mark.timeout(0 if THOROUGH else 240)
 @pytest.mark.parametrize("kind", zoo.BUILDERS)
 def test_equals_one_device(kind: str) -> None:
-    """Weights, optimizer state, history, evaluation and predictions are those of one
-    device.
-    """
+    """Weights, optimizer state, history, evaluation, predictions: as one device."""
 
     @PROFILE
     @given(cases(kind))

@@ -62,9 +62,7 @@ def everything(model: keras.Model) -> list[tuple[str, np.ndarray]]:
 
 @pytest.fixture(scope="module")
 def halfway(tmp_path_factory: Any) -> dict[int, Path]:
-    """For each place the folder with the files that a model trained there for one epoch
-    saved.
-    """
+    """For each place the folder with what a model saved there after one epoch."""
     folders = {}
     for place in PLACES:
         folders[place] = tmp_path_factory.mktemp(f"from_{place}")
@@ -79,9 +77,7 @@ def halfway(tmp_path_factory: Any) -> dict[int, Path]:
 
 @pytest.fixture(scope="module")
 def uninterrupted() -> tuple[dict[str, Any], list[tuple[str, np.ndarray]], np.ndarray]:
-    """History of the second epoch, state and predictions of one device that never
-    stopped.
-    """
+    """The second epoch's history, state and predictions of one device, unstopped."""
     keras.utils.set_random_seed(harness.SEED)
     model = build()
     train(model)
@@ -180,9 +176,7 @@ def test_files_do_not_know_the_number_of_replicas(halfway: Any) -> None:
 
 
 def test_state_in_memory_moves_between_places() -> None:
-    """`get_weights` and `set_weights`, `clone_model` and `get_state_tree` know no
-    replicas.
-    """
+    """`get_weights`, `set_weights`, `clone_model`, `get_state_tree`: of no replica."""
     keras.utils.set_random_seed(harness.SEED)
     with scope(4):
         model = build()
@@ -211,9 +205,7 @@ def test_state_in_memory_moves_between_places() -> None:
 
 
 def test_checkpoint_callback_saves_what_the_epoch_ended_with(tmp_path: Any) -> None:
-    """`ModelCheckpoint` with `save_best_only` and a monitored validation value, as on
-    one device.
-    """
+    """`ModelCheckpoint(save_best_only=True)` on validation, as on one device."""
 
     def run(model: keras.Model) -> Any:
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}.keras"

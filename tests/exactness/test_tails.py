@@ -238,9 +238,7 @@ def test_generator_whose_batch_sizes_change_every_step(replicas: int) -> None:
 
 
 def test_on_batch_methods_of_odd_sizes() -> None:
-    """`train_on_batch`, `test_on_batch` and `predict_on_batch` with 1, 5, 8 and 30
-    rows.
-    """
+    """`train_on_batch`, `test_on_batch`, `predict_on_batch` with 1, 5, 8, 30 rows."""
     x, y = data(30)
 
     def run(model: keras.Model) -> Any:
@@ -265,9 +263,7 @@ def test_on_batch_methods_of_odd_sizes() -> None:
 
 
 def test_validation_data_and_split() -> None:
-    """The validation's batches have sizes of their own, and its examples are all
-    counted.
-    """
+    """The validation's batches have sizes of their own; all examples are counted."""
     x, y = data(50)
 
     def run(model: keras.Model) -> Any:
@@ -314,9 +310,7 @@ def test_steps_per_epoch_and_initial_epoch() -> None:
 
 @pytest.mark.parametrize("inputs", ["tf.data", "generator", "pydataset"])
 def test_every_kind_of_input_is_read_once(inputs: str) -> None:
-    """Batch sizes are global for every kind of input, and none of them loses or repeats
-    an example.
-    """
+    """Batch sizes are global for every kind, and no example is lost or repeated."""
     x, y = data(27)
 
     def run(model: keras.Model) -> Any:
@@ -341,9 +335,7 @@ def test_shuffled_arrays_in_the_order_of_one_device() -> None:
 
 
 def big_programs(names: list[str]) -> list[str]:
-    """Compilations of a training, test or prediction step, without those of single
-    operations.
-    """
+    """Compilations of a training, test or prediction step, not of single operations."""
     return [
         name
         for name in names

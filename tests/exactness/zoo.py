@@ -150,9 +150,7 @@ class Penalty(layers.Layer):
 
 
 class OwnStep(keras.Model):
-    """A model with a `train_step` of its own, in the form that Keras's guide for JAX
-    teaches.
-    """
+    """A model with its own `train_step`, in the form of Keras's guide for JAX."""
 
     own_mean = False
 

@@ -358,10 +358,7 @@ def test_step_times(capsys):
 def test_no_alarm_without_reason(name):
     """Checks for wrong hardware find none; a device alone has no other to compare with."""
     build, x = MODELS[name]
-    watching = [
-        kd.callbacks.ReplicaConsistency(every=1),
-        kd.callbacks.RaiseOnNaN(),
-    ]
+    watching = [kd.callbacks.ReplicaConsistency(every=1), kd.callbacks.RaiseOnNaN()]
     if len(jax.devices()) > 1:
         watching.append(kd.callbacks.StepReplay(every=2))
     model = under(kd.MirroredStrategy(deterministic=True), build)

@@ -462,9 +462,7 @@ def test_closing_wakes_a_loop_that_waits() -> None:
 @pytest.mark.parametrize("kind", ["generator", "torch", "arrays"])
 @pytest.mark.parametrize("taken", [0, 1, 2, 3])
 def test_off_reads_all_of_a_process(kind: str, taken: int) -> None:
-    """Two replicas of two processes: each takes its own data in cuts, without positions
-    too.
-    """
+    """Two replicas of two processes: each cuts its own data, also without positions."""
     import torch.utils.data
 
     from keras_distribute.input import sharing

@@ -35,9 +35,7 @@ def make() -> keras.Model:
 
 
 def both(fit: Any, replicas: int = 4) -> tuple[Any, Any]:
-    """Weights and history of `fit(model)`, on one device of plain Keras and on
-    replicas.
-    """
+    """Weights and history of `fit(model)`, on plain Keras and on replicas."""
     results = []
     for strategy in (None, mirrored(replicas)):
         if strategy is None:

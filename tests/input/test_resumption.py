@@ -196,9 +196,7 @@ def feed_of(adapter: Any) -> Any:
 @pytest.mark.parametrize("kind", [Counting, Drawing])
 @pytest.mark.parametrize("goes_on", [Counting, Drawing])
 def test_arrays_shuffled_by_fit_go_on(kind: Any, goes_on: Any, shuffle: Any) -> None:
-    """The order of Keras, as the reader of `fit` sees it; another version goes on in
-    it.
-    """
+    """Keras's order, as the reader of `fit` sees it; another version goes on in it."""
 
     def adapter(kind: Any) -> Any:
         return kind(np.arange(20), batch_size=3, shuffle=shuffle)

@@ -147,8 +147,7 @@ def test_workers_have_the_gpus_of_the_host(monkeypatch, gpus, shares):
 
 
 @pytest.mark.parametrize(
-    ("cores", "asked", "threads"),
-    [(2, "", "1 1"), (16, "", "4 2"), (16, "3", "3 3")],
+    ("cores", "asked", "threads"), [(2, "", "1 1"), (16, "", "4 2"), (16, "3", "3 3")]
 )
 def test_tasks_share_the_cores_of_the_host(monkeypatch, cores, asked, threads):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))

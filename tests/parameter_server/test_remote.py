@@ -185,11 +185,7 @@ def test_the_message_that_comes_next_can_be_looked_at(task):
 
 @pytest.mark.parametrize(
     "inside",
-    [
-        "zmq/sugar",
-        "keras_distribute/remote/sockets",
-        "keras_distribute/remote/channel",
-    ],
+    ["zmq/sugar", "keras_distribute/remote/sockets", "keras_distribute/remote/channel"],
 )
 def test_ctrl_c_leaves_no_half_of_a_message(task, inside):
     """At any place of a question or its answer: the next one has its own answer."""

@@ -14,9 +14,7 @@ MESHES: dict[str, tuple[list[int], list[list[list[int]]]]] = {}
 
 
 def _mesh(name: str, shape: list[int], tasks: int, leave_out: int = 0) -> None:
-    """Devices chip by chip, x first, the cores of a chip together, dealt to the tasks
-    in order.
-    """
+    """Devices chip by chip, x first, a chip's cores together, dealt to the tasks."""
     x, y, z, cores = map(range, shape)
     places = [[i, j, k, core] for k in z for j in y for i in x for core in cores]
     places = places[: len(places) - leave_out]

@@ -209,9 +209,7 @@ JSON = Any
 
 
 def answers(make: Any, environment: dict[str, str], rules: Any) -> JSON:
-    """What a resolver says in an environment, each question by itself; an error is its
-    type.
-    """
+    """What a resolver says in an environment, each by itself; errors as types."""
     with mock.patch.dict(os.environ, environment):
         try:
             resolver = make()

@@ -47,9 +47,7 @@ def entries(
 
 
 def cases(topic: str, name: str = "name") -> Any:
-    """Parametrises a test by every item of every entry's "results", as `entry` and
-    `case`.
-    """
+    """Parametrises a test by every item of all "results", as `entry` and `case`."""
 
     def all_cases() -> Iterator[Any]:
         for entry in record()[topic]:
@@ -65,9 +63,7 @@ def cases(topic: str, name: str = "name") -> Any:
 
 
 def value_of(strategy: kd.Strategy, encoded: JSON) -> Any:
-    """The record's value as one of ours: a PerReplica, a structure of them, or a plain
-    value.
-    """
+    """The record's value as ours: a PerReplica, a structure of them, or a plain one."""
     value = decode(encoded)
     return per_replica(strategy, value) if is_distributed(encoded) else arrays(value)
 
@@ -96,9 +92,7 @@ def check_error(call: Callable[[], Any], expected: JSON, *, fix: bool = True) ->
 
 
 def assert_same(actual: JSON, expected: JSON) -> None:
-    """Asserts that two encoded values have the same tags, containers and dtypes, and
-    close numbers.
-    """
+    """Asserts that two encoded values have the same form, and close numbers."""
     expected = without_64_bit(expected)
     assert form(actual) == form(expected)
     for ours, theirs in zip(numbers(actual), numbers(expected), strict=True):

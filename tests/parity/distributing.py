@@ -69,9 +69,7 @@ def identified(topics: Iterable[str]) -> Iterator[tuple[Entry, str]]:
 def elements_of(
     strategy: kd.Strategy, dataset: Iterable[Any], most: int = MOST
 ) -> Elements:
-    """The elements of a distributed dataset in the record's encoding, and whether they
-    ended.
-    """
+    """A distributed dataset's elements in the record's encoding; whether they ended."""
     elements: list[JSON] = []
     iterator = iter(dataset)
     while len(elements) < most:
@@ -149,9 +147,7 @@ def rows_of(batch: JSON) -> set[int]:
 
 
 def array_of(leaf: JSON) -> Any:
-    """The array of a leaf, a ragged one filled up with zeros, as Keras does; None for
-    what is none.
-    """
+    """The array of a leaf, a ragged one filled up with zeros; None for what is none."""
     if (
         leaf is None
         or not isinstance(leaf, dict)
@@ -232,9 +228,7 @@ def by_split(batches: list[JSON], replicas: int, on_devices: bool = True) -> lis
 
 
 def by_rounds(of_replicas: list[list[JSON]], on_devices: bool = True) -> list[JSON]:
-    """The elements where each replica has batches of its own; one that has none left
-    gets no rows.
-    """
+    """The elements where replicas have their own batches; no rows for one without."""
     found = []
     for step in range(max(map(len, of_replicas))):
         taken = [
@@ -257,9 +251,7 @@ def dealt(batches: list[JSON], replicas: int) -> list[list[JSON]]:
 
 
 def spec_of(value: JSON) -> Any:
-    """TensorFlow's element_spec as ours: one ElementSpec for all replicas, whose rows
-    vary.
-    """
+    """TensorFlow's element_spec as ours: one for all replicas, whose rows vary."""
     tag = next(iter(value)) if isinstance(value, dict) else None
     if tag == "tuple":
         return tuple(map(spec_of, value[tag]))
@@ -361,9 +353,7 @@ def grain_rows(batches: list[Any]) -> Any:
 
 
 def grain_batches(batches: list[Any]) -> Any:
-    """A Grain IterDataset of ready batches; Keras takes no text and no scalars from
-    Grain.
-    """
+    """A Grain IterDataset of ready batches; Keras takes no text or scalars from it."""
     import grain
 
     if any(

@@ -64,9 +64,7 @@ def encode(value: Any, split: Split = lambda value: None) -> JSON:
 
 
 def encode_array(array: np.ndarray) -> JSON:
-    """An array by its dtype, floats with the fewest digits that give the same value
-    back.
-    """
+    """An array by its dtype, floats with the fewest digits that give them back."""
     if array.dtype.kind == "O":
         array = array.astype(str)  # bytes, as TensorFlow keeps text
     if array.dtype.kind == "U":
@@ -126,9 +124,7 @@ def _first_line(message: str) -> str:
 
 
 def decode(encoded: JSON) -> Any:
-    """The value that `encode` wrote; a distributed value comes back as a list of
-    components.
-    """
+    """The value that `encode` wrote; a distributed one as a list of components."""
     if encoded is None or isinstance(encoded, str):
         return encoded
     tag, content = next(iter(encoded.items()))

@@ -101,9 +101,7 @@ def with_policy(dataset: tf.data.Dataset, policy: str) -> tf.data.Dataset:
 
 
 def write_files(files: Files, kind: str, folder: Path) -> list[str]:
-    """Writes each file's numbers, one a row, and gives the paths in the order of
-    `files`.
-    """
+    """Writes each file's numbers, one a row; gives the paths in their order."""
     paths = [str(folder / name) for name in files]
     for path, rows in zip(paths, files.values(), strict=True):
         if kind == "tf_records":

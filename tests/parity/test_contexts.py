@@ -7,14 +7,7 @@ import pytest
 import keras_distribute as kd
 
 from . import ours
-from .comparing import (
-    as_run_returns,
-    check,
-    check_error,
-    entries,
-    numbers,
-    record,
-)
+from .comparing import as_run_returns, check, check_error, entries, numbers, record
 from .differences import because
 from .encoding import is_error
 from .ours import encoded, mirrored

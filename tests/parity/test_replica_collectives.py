@@ -38,9 +38,7 @@ def test_all_reduce(entry, case):
 
 
 def _mixed_dtypes(entry, op):
-    """TensorFlow refuses floats beside integers on CPUs; by itself each reduces as
-    ever.
-    """
+    """TensorFlow refuses floats beside integers on CPUs; alone each reduces as ever."""
     assert because("mixed dtypes")
     floats, ints = zip(*decode(entry["value"]), strict=True)
     scale = len(floats) if op == "MEAN" else 1

@@ -14,9 +14,7 @@ OURS = kd.tpu.experimental
 
 
 def agrees(theirs, ours):
-    """The same, or an error of ours, which is a `ValueError`, where TensorFlow has an
-    error.
-    """
+    """The same, or our `ValueError` where TensorFlow has an error."""
     if isinstance(theirs, dict) and "error" in theirs:
         return isinstance(ours, dict) and "ValueError" in ours["error"]
     return theirs == ours

@@ -75,11 +75,8 @@ def _updated(metric, batch):
 @pytest.mark.sampled(2)
 @entries("average_loss", "name")
 def test_compute_average_loss(entry):
-    strategy, name, expected = (
-        mirrored(entry["replicas"]),
-        entry["name"],
-        entry["result"],
-    )
+    strategy = mirrored(entry["replicas"])
+    name, expected = entry["name"], entry["result"]
     if name in ("in scope", "no strategy"):
         _check_outside_run(
             strategy,
@@ -116,11 +113,8 @@ def test_compute_average_loss(entry):
 
 @entries("regularization_loss", "name")
 def test_scale_regularization_loss(entry):
-    strategy, name, expected = (
-        mirrored(entry["replicas"]),
-        entry["name"],
-        entry["result"],
-    )
+    strategy = mirrored(entry["replicas"])
+    name, expected = entry["name"], entry["result"]
     if name in ("in scope", "no strategy"):
         _check_outside_run(
             strategy, name, kd.nn.scale_regularization_loss, jnp.asarray(2.0), expected

@@ -559,9 +559,7 @@ class Ordered(keras.utils.PyDataset):
 
 
 def orders_of_workers():
-    """The numbers of the batches that each process reads of an `Ordered`, three of each
-    pass.
-    """
+    """The numbers of the batches of an `Ordered` in each process, three a pass."""
     keras.utils.set_random_seed(3)
     strategy = kd.MultiWorkerMirroredStrategy()
     dataset = strategy.experimental_distribute_dataset(Ordered())
@@ -674,11 +672,7 @@ def assignments_between_steps(strategy):
             lambda: model.train_on_batch(X[:8], Y[:8]),
             lambda: setattr(model.optimizer, "learning_rate", 0.7),
         ),
-        (
-            "own value between",
-            lambda: strategy.run(add),
-            lambda: total.assign(7.0),
-        ),
+        ("own value between", lambda: strategy.run(add), lambda: total.assign(7.0)),
     ):
         for i in range(9):
             if i == 5 and kd.is_chief():
@@ -835,9 +829,7 @@ def save_under_way(folder):
 
 
 def files(folder):
-    """A `fit` with callbacks that write: which files there are, and what was printed
-    where.
-    """
+    """A `fit` with callbacks that write: the files, and what was printed where."""
     strategy = kd.MultiWorkerMirroredStrategy()
     with strategy.scope():
         model = make_model()

@@ -80,9 +80,7 @@ class Stop(keras.callbacks.Callback):
 
 
 def resumed(strategy, folder):
-    """A `fit` that is interrupted in all processes, and goes on from its backup in a
-    new model.
-    """
+    """A `fit` that is interrupted in all processes, and goes on in a new model."""
     backup = {"backup_dir": f"{folder}/backup", "save_freq": 3}
     try:
         fitted(
@@ -156,9 +154,7 @@ def disagreeing(options):
 
 
 def alone(folder, options):
-    """The errors of what the chief does by itself and cannot, and the loss of a `fit`
-    after them.
-    """
+    """The errors of what the chief alone cannot do, and a `fit`'s loss after them."""
     without_tensorflow()
     model = fitted(built(kd.MultiWorkerMirroredStrategy(**options)), epochs=1)
     kernel = model.layers[0].kernel

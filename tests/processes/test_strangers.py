@@ -269,15 +269,7 @@ def test_a_job_of_two_hosts_goes_its_way_while_all_attacks_go_on(tmp_path):
     token.touch(0o600)
     token.write_text(signing.new_token())
     port = free_port()
-    command = [
-        sys.executable,
-        "-c",
-        LAUNCHER,
-        "--nnodes",
-        "2",
-        "--min-nnodes",
-        "2",
-    ]
+    command = [sys.executable, "-c", LAUNCHER, "--nnodes", "2", "--min-nnodes", "2"]
     command += [
         "--coordinator",
         f"127.0.0.1:{port}",

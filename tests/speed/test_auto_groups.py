@@ -19,9 +19,7 @@ X, Y = RNG.randn(1604, 6).astype("float32"), RNG.randint(0, 3, 1604)
 
 
 class Clock:
-    """Tells how long steps would take: `overhead` for each group, and `step` for each
-    of its steps.
-    """
+    """Tells how long steps would take: `overhead` a group, and `step` for each step."""
 
     def __init__(self, overhead: float, step: float) -> None:
         self.now, self._overhead, self._step = 0.0, overhead, step

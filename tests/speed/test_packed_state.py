@@ -170,9 +170,7 @@ INSIDE = {
 
 @pytest.mark.parametrize("name", INSIDE)
 def test_layers(name: str, monkeypatch: Any) -> None:
-    """What mixes rows, draws at random or has rules of its own takes the step over the
-    whole batch.
-    """
+    """What mixes rows, draws, or has rules of its own steps over the whole batch."""
     adam = OPTIMIZERS["Adam"]
     expected = trained(built(4, adam, INSIDE[name]))
     monkeypatch.setattr(packed_state, "MANY", 4)

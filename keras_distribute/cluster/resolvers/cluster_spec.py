@@ -42,13 +42,9 @@ class ClusterSpec:
             cluster = cluster.as_dict()
         elif theirs and hasattr(cluster, "job"):  # TensorFlow's protocol buffer.
             cluster = {job.name: dict(job.tasks) for job in cluster.job}
-        checks.instance(
-            "cluster",
-            cluster,
-            Mapping,
-            "A cluster is a dict from job names to addresses.",
-            'ClusterSpec({"worker": ["host0:2222", "host1:2222"]})',
-        )
+        what = "A cluster is a dict from job names to addresses."
+        fix = 'ClusterSpec({"worker": ["host0:2222", "host1:2222"]})'
+        checks.instance("cluster", cluster, Mapping, what, fix)
         self._jobs: dict[str, Tasks] = {}
         for job, tasks in cluster.items():
             if isinstance(tasks, list | tuple):

@@ -59,9 +59,7 @@ def slicer(
 
 
 def _is_linear(eqn: Any, values: list[Value]) -> bool:
-    """Whether the sum of the results is the result of the sums, with what is whole as a
-    factor.
-    """
+    """Whether the sum of results is the result of sums, with what is whole a factor."""
     name, partial = eqn.primitive.name, [value.partial for value in values]
     dtype = eqn.outvars[0].aval.dtype
     if name in _OF_ONE:

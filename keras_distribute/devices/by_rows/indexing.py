@@ -21,13 +21,8 @@ def gather(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     ndim = eqn.outvars[0].aval.ndim
     batch = [dim for dim in range(ndim) if dim not in numbers.offset_dims]
-    pairs = dict(
-        zip(
-            numbers.operand_batching_dims,
-            numbers.start_indices_batching_dims,
-            strict=True,
-        )
-    )
+    batching = numbers.operand_batching_dims, numbers.start_indices_batching_dims
+    pairs = dict(zip(*batching, strict=True))
     pair = _pair(pairs, operand.rows, indices.rows)
     if pair is not None:
         arrays = [replica.part(operand, pair[0]), replica.part(indices, pair[1])]
@@ -66,13 +61,8 @@ def scatter(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
     window = numbers.update_window_dims
     ndim = eqn.invars[2].aval.ndim
     batch = [dim for dim in range(ndim) if dim not in window]
-    pairs = dict(
-        zip(
-            numbers.operand_batching_dims,
-            numbers.scatter_indices_batching_dims,
-            strict=True,
-        )
-    )
+    batching = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
+    pairs = dict(zip(*batching, strict=True))
     if all(value.rows is None for value in values):
         return _of_sums(replica, eqn, values)
     of_index = indices.rows

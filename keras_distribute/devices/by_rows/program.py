@@ -250,15 +250,11 @@ def of_one_replica(
         return arrays_out
 
     shapes = Replica(replicas, count, _SLICERS)
-    given = [
-        jax.ShapeDtypeStruct(
-            aval.shape if dim is None else shapes.divided_at(aval.shape, dim),
-            aval.dtype,
-        )
-        for aval, dim in zip(program.in_avals, rows, strict=True)
-    ]
-    for i in kept.inputs:
-        given[i] = jax.ShapeDtypeStruct((1, *given[i].shape), given[i].dtype)
+    given: list[jax.ShapeDtypeStruct] = []
+    for i, (aval, dim) in enumerate(zip(program.in_avals, rows, strict=True)):
+        shape = aval.shape if dim is None else shapes.divided_at(aval.shape, dim)
+        shape = (1, *shape) if i in kept.inputs else shape
+        given.append(jax.ShapeDtypeStruct(shape, aval.dtype))
     own = jax.make_jaxpr(one_replica, axis_env=[(REPLICA_AXIS, replicas)])(*given)
     return OneReplica(own, found, sizes)
 

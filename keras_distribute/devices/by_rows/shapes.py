@@ -49,7 +49,6 @@ def part_of_iota(
     replica: Replica, eqn: Any, operands: list[Value], dim: int, depth: int
 ) -> Any:
     """A part of numbers that count up."""
-    del operands, depth
     shape = replica.divided_at(eqn.params["shape"], dim)
     counts = replica.apply(eqn, [], shape=shape)[0].array
     if eqn.params["dimension"] == dim:

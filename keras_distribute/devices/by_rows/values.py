@@ -356,9 +356,7 @@ class Replica:
         return tuple(sizes)
 
     def _moved(self, eqn: Any) -> Any:
-        """An operation, and what the programs that it holds consist of, as it is traced
-        here.
-        """
+        """An operation, and the programs that it holds, as it is traced here."""
         params = {
             name: None if name in _SHARDINGS else value  # With the replicas' axis.
             for name, value in eqn.params.items()

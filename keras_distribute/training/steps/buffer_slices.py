@@ -25,9 +25,7 @@ Shape = tuple[int, ...]
 
 
 def joined(arrays: Sequence[Any], size: int) -> Any:
-    """Arrays of one dtype, one after the other, in a buffer of `size` elements; zeros
-    fill it up.
-    """
+    """Arrays of one dtype in a buffer of `size` elements; zeros fill it up."""
     extra = size - sum(array.size for array in arrays)
     return jnp.concatenate([*map(jnp.ravel, arrays), jnp.zeros(extra, arrays[0].dtype)])
 

@@ -122,9 +122,7 @@ def step_by_rows(
 def _axes_of_rows(
     leaves: Sequence[Any], num_state: int, num_rows: int
 ) -> list[int | None]:
-    """Along which axis each array has the batch's rows. The first are the state, which
-    has none.
-    """
+    """Along which axis each array has the batch's rows; the state, first, has none."""
     return [
         0 if i >= num_state and jnp.shape(leaf)[:1] == (num_rows,) else None
         for i, leaf in enumerate(leaves)

@@ -10,6 +10,7 @@ said in `training/replica_rules.py`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -92,7 +93,7 @@ def compiled_step(
         if plan.accumulators:
             return _accumulating(strategy, trainer, groups, plan, plain)
         form = TrainState(*map(list, form_of(groups)))
-        flat = FlatStep.of(trainer, strategy, form, places, plan)
+        flat = FlatStep.of(trainer, strategy, form, places)
     carried: Step
     if flat is not None:
         packing, carried = flat.packing, flat
@@ -159,9 +160,7 @@ def _ignored(mixed: MixedRows | None) -> None:
 
 
 def _step_of(trainer: Any, kind: str) -> Step:
-    """Keras's step, or the user's own, from the state and a batch to logs and the new
-    state.
-    """
+    """Keras's step, or the user's: from state and batch to logs and new state."""
     if kind != "predict":
         return getattr(trainer, f"{kind}_step")
 
@@ -224,12 +223,9 @@ class EagerStep:
 def _check_variables(strategy: Strategy, groups: Sequence[list[Any]]) -> None:
     wrong = [
         variable
-        for group in groups
-        for variable in group
-        if not (
-            isinstance(variable, DistributedVariable)
-            and variable.distribute_strategy is strategy
-        )
+        for variable in itertools.chain(*groups)
+        if not isinstance(variable, DistributedVariable)
+        or variable.distribute_strategy is not strategy
     ]
     if wrong:
         names = checks.listed([f"{v.path} {tuple(v.shape)}" for v in wrong], most=20)

@@ -58,9 +58,7 @@ class CompiledStep:
 
     @property
     def unchanged(self) -> list[Any]:
-        """The variables that no step changes; traces one to know it. None before the
-        first step.
-        """
+        """The variables that no step changes, by a trace. None before a first step."""
         if self._unchanged is None and self.programs.latest is not None:
             self._unchanged = self.programs.unchanged(self._plain)
         return self._unchanged or []
@@ -113,15 +111,11 @@ class CompiledStep:
         return logs, state
 
     def executable(self, placed: batches.Placed, size: int = 1) -> Executable:
-        """The compiled program for a batch of this form, or for `size` of them
-        at once.
-        """
+        """The program for a batch of this form, or for `size` of them at once."""
         return self.programs.executable(placed, size)
 
     def arrays_of(self, state: State) -> list[jax.Array]:
-        """What the step takes for a state that Keras handed over; its call ends
-        them.
-        """
+        """What the step takes for a state that Keras has; its call ends them."""
         with launches.lock:
             return list(self._holder(state).take())
 
@@ -169,10 +163,7 @@ class CompiledStep:
                     self._turn_to(groups)
                     own = self._carried
                     holder = StepState(
-                        groups,
-                        own.packing,
-                        own.components,
-                        self._strategy.placement,
+                        groups, own.packing, own.components, self._strategy.placement
                     )
                 self._seen = state, holder
         assert holder is not None

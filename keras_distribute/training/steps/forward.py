@@ -14,10 +14,7 @@ Restore = Callable[[list[Any]], list[Any]]
 
 
 def loss_and_gradients(
-    trainer: Any,
-    restore: Restore,
-    state: TrainState,
-    data: Any,
+    trainer: Any, restore: Restore, state: TrainState, data: Any
 ) -> tuple[Any, list[Any], TrainState]:
     """The loss of all rows, and its gradients with respect to the weights as they are
     carried.

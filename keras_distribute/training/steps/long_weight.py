@@ -14,11 +14,11 @@ from typing import Any
 
 from keras_distribute import context
 from keras_distribute._compat import optimizer as compat_optimizer
+from keras_distribute._compat.train_step import has_keras_step
 from keras_distribute._compat.trainer import TrainState
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training.steps import buffer_slices, forward, packed_state
 from keras_distribute.training.steps.packed_state import Packed, Packing, Place
-from keras_distribute.training.steps.plan import StepPlan
 
 # Where these groups are in the state.
 _WEIGHTS, _SLOTS = map(TrainState._fields.index, ("weights", "slots"))
@@ -73,17 +73,13 @@ class FlatStep:
 
     @staticmethod
     def of(
-        trainer: Any,
-        strategy: Strategy,
-        state: TrainState,
-        places: Sequence[Place],
-        plan: StepPlan,
+        trainer: Any, strategy: Strategy, state: TrainState, places: Sequence[Place]
     ) -> FlatStep | None:
         """The step, for a model with many small weights and an optimizer that allows
         it; otherwise `None`.
         """
         weights = state.weights
-        if not plan.is_keras_step:
+        if not has_keras_step(trainer):
             return None
         mesh = strategy.replica_mesh
         in_series = mesh.series is not None  # The same on any number of processes.
@@ -147,14 +143,10 @@ class FlatStep:
 
     def _restored(self, weights: list[Any]) -> list[Any]:
         """The values of the trainable variables."""
-        values: list[Any] = [None] * (len(self._small) + len(self._large))
-        for i, value in zip(
-            self._small, self.packing.parts(0, weights[0]), strict=True
-        ):
-            values[i] = value
-        for i, value in zip(self._large, weights[1:], strict=True):
-            values[i] = value
-        return values
+        places = [*self._small, *self._large]
+        values = [*self.packing.parts(0, weights[0]), *weights[1:]]
+        by_place = dict(zip(places, values, strict=True))
+        return [by_place[i] for i in range(len(places))]
 
     def _carried_slots(self, buffers: list[Any], slots: list[Any]) -> list[Any]:
         ones, own = compat_optimizer.slot_places(self._order, 1 + len(self._large))
@@ -201,9 +193,7 @@ class FlatStep:
 
 
 def _slots_match(order: list[int], weights: list[Any], slots: list[Any]) -> bool:
-    """Whether the optimizer's variables are what `order` says, each slot like its
-    weight.
-    """
+    """Whether the optimizer's variables are as `order` says, slots like weights."""
     ones, own = compat_optimizer.slot_places(order, len(weights))
     if len(ones) + sum(map(len, own)) != len(slots):
         return False

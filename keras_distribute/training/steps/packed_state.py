@@ -9,6 +9,7 @@ as they are.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections import defaultdict
@@ -29,7 +30,8 @@ Place = tuple[int, int]
 State = tuple[Any, ...]  # Groups of arrays, each a list.
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
 class Packed:
     """A state on its way to the next step.
 
@@ -38,15 +40,8 @@ class Packed:
         single: The groups of the state, with `None` in the places of packed arrays.
     """
 
-    def __init__(self, buffers: list[Any], single: State) -> None:
-        self.buffers, self.single = buffers, single
-
-    def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
-        return (self.buffers, self.single), None
-
-    @classmethod
-    def tree_unflatten(cls, _: None, children: tuple[Any, ...]) -> Packed:
-        return cls(*children)
+    buffers: list[Any]
+    single: State
 
 
 class Packing:
@@ -141,9 +136,7 @@ class Packing:
         return Packed(self._join(arrays), self.without_packed(state))
 
     def form_packed(self, state: State) -> Packed:
-        """`pack_now` of shapes alone, each a `jax.ShapeDtypeStruct` with
-        its sharding.
-        """
+        """`pack_now` of shapes alone: `jax.ShapeDtypeStruct`s with shardings."""
         buffers = jax.eval_shape(
             lambda groups: self.pack(groups).buffers, form_of(state)
         )
@@ -180,9 +173,7 @@ class Packing:
         return buffer_slices.taken_apart(value, shapes, by_calls=self._on_cpu)
 
     def parts_of_buffers(self) -> list[list[tuple[Place, int, int]]]:
-        """Of each buffer the places of its arrays, the element at which each begins,
-        and how many it has.
-        """
+        """Of each buffer its arrays' places, first elements and sizes."""
         found: list[list[tuple[Place, int, int]]] = []
         for places in self.buffers:
             sizes = [math.prod(self._shape(place).shape) for place in places]

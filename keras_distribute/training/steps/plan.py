@@ -14,7 +14,6 @@ import dataclasses
 from typing import Any
 
 from keras_distribute._compat import optimizer as compat_optimizer
-from keras_distribute._compat import train_step as compat
 from keras_distribute.devices.by_rows.program import MixedRows
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.variables import SyncOnReadVariable
@@ -29,7 +28,6 @@ class StepPlan:
 
     Args:
         is_local: Whether each replica computes the gradients of its own rows.
-        is_keras_step: Whether the step is Keras's own, not the user's.
         accumulates: Whether each replica adds its gradients up between the updates.
         accumulators: Where the accumulators are then among the optimizer's variables,
             once it is built.
@@ -40,7 +38,6 @@ class StepPlan:
     """
 
     is_local: bool
-    is_keras_step: bool
     accumulates: bool = False
     accumulators: tuple[int, ...] = ()
     mixed: str | None = ""
@@ -48,54 +45,31 @@ class StepPlan:
     shards: bool = False
 
     def __str__(self) -> str:
+        if not self.is_local:
+            return "The training step is that of one device."
+        faster = "Faster"
         if self.in_series:
-            return self._text_in_series()
-        if self.shards:
-            return self._text_of_shards()
-        if self.is_local and self.mixed:
-            return (
-                f"The training step runs over the global batch, because {self.mixed} "
-                "mixes rows. Faster: operations on each row alone."
-            )
-        if self.is_local:
-            unless = "" if self.mixed == "" else _UNLESS
+            same = "has the same bits on any number of devices"
+            mixing = f"is computed whole on each device, and {same}"
+            text = "computes the gradients of one replica's rows after the other's, "
+            text += f"and {same}"
+        elif self.shards:
+            text = "gathers divided weights where a layer needs them, and each replica "
+            text += "keeps its part of the gradients' sum"
+            mixing = f"{text}, as XLA divides the program over the global batch"
+            faster = "Known to sum each gradient in parts"
+        else:
+            mixing = "runs over the global batch"
+            text = "computes the gradients of each replica's rows, and sums them once"
             if self.accumulates:
-                return (
-                    "The training step adds up the gradients of each replica's rows on "
-                    "the replica, and sums them over the replicas where the optimizer "
-                    f"updates{unless}."
-                )
-            return (
-                "The training step computes the gradients of each replica's rows, and "
-                f"sums them once{unless}."
-            )
-        return "The training step is that of one device."
-
-    def _text_of_shards(self) -> str:
-        text = (
-            "The training step gathers divided weights where a layer needs them, and "
-            "each replica keeps its part of the gradients' sum"
-        )
+                text = "adds up the gradients of each replica's rows on the replica, "
+                text += "and sums them over the replicas where the optimizer updates"
         if self.mixed:
-            return (
-                f"{text}, as XLA divides the program over the global batch, because "
-                f"{self.mixed} mixes rows. Known to sum each gradient in parts: "
-                "operations on each row alone."
-            )
-        return f"{text}{'' if self.mixed == '' else _UNLESS}."
-
-    def _text_in_series(self) -> str:
-        same = "has the same bits on any number of devices"
-        if self.mixed:
-            return (
-                f"The training step is computed whole on each device, and {same}, "
-                f"because {self.mixed} mixes rows. Faster: operations on each row "
-                "alone."
-            )
-        return (
-            "The training step computes the gradients of one replica's rows after the "
-            f"other's, and {same}{'' if self.mixed == '' else _UNLESS}."
-        )
+            text = f"{mixing}, because {self.mixed} mixes rows. "
+            text += f"{faster}: operations on each row alone"
+        elif self.mixed is None:
+            text += _UNLESS
+        return f"The training step {text}."
 
 
 def plan_of(trainer: Any, strategy: Strategy) -> StepPlan:
@@ -104,23 +78,19 @@ def plan_of(trainer: Any, strategy: Strategy) -> StepPlan:
     Args:
         trainer: A compiled model; what is said of one that is not built yet may change.
     """
-    is_keras_step = compat.has_keras_step(trainer)
     mixed = getattr(trainer, _MIXED, None)
     if strategy.placement.shard_variables and strategy.num_replicas_in_sync > 1:
-        return StepPlan(True, is_keras_step, mixed=mixed, shards=True)
+        return StepPlan(True, mixed=mixed, shards=True)
     accumulators: tuple[int, ...] = ()
-    accumulates = False
-    if trainer.optimizer is not None:
-        optimizer = trainer.optimizer
+    optimizer, accumulates = trainer.optimizer, False
+    if optimizer is not None:
         accumulators = _accumulators(optimizer)
         will_have = not optimizer.built and compat_optimizer.accumulates(optimizer)
         accumulates = bool(accumulators) or will_have
     in_series = strategy.replica_mesh.series is not None
     if strategy.num_replicas_in_sync == 1 and not in_series:
-        return StepPlan(False, is_keras_step, False, accumulators)
-    return StepPlan(
-        True, is_keras_step, accumulates, accumulators, mixed, in_series=in_series
-    )
+        return StepPlan(False, False, accumulators)
+    return StepPlan(True, accumulates, accumulators, mixed, in_series)
 
 
 def note_mixed(trainer: Any, mixed: MixedRows | None) -> None:

@@ -47,9 +47,7 @@ class StateGroup(Sequence[Any]):
         return self.variables[index].value
 
     def synchronized(self) -> None:
-        """Lets the variables show, by Keras's name for it, that they have
-        their values.
-        """
+        """Lets the variables show, as Keras names it, that they have values."""
         for variable in self.variables[:1]:
             if variable._link is not None:
                 variable._link[0].is_running = False

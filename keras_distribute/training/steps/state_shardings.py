@@ -50,9 +50,7 @@ def slot_created(variable: Any) -> None:
 
 
 def divided_places(groups: Sequence[Sequence[Any]]) -> list[Place]:
-    """The places (group, index) of divided variables among the groups behind a step's
-    state.
-    """
+    """The places (group, index) of divided variables behind a step's state."""
     return [
         (g, i)
         for g, group in enumerate(groups)

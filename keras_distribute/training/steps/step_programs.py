@@ -98,9 +98,7 @@ class StepPrograms:
         self._structure = jax.tree.structure(state)
 
     def executable(self, placed: batches.Placed, size: int = 1) -> Executable:
-        """The compiled program for a batch of this form, or for `size` of them
-        at once.
-        """
+        """The program for a batch of this form, or for `size` of them at once."""
         key = (size, form_of_batch(placed))
         if key not in self._executables:
             with launches.tracing:  # Another thread may have made it meanwhile.
@@ -109,7 +107,7 @@ class StepPrograms:
         return self._executables[key]
 
     def _made(self, placed: batches.Placed, size: int) -> Executable:
-        self.latest = placed._replace(data=_forms_of(placed))
+        self.latest = placed._replace(data=jax.tree.map(form_of_array, placed.data))
         options = self.compiler_options(placed)
         state, data = self._form_of_state(), placed.data
         data = data if size == 1 else [data] * size
@@ -121,9 +119,7 @@ class StepPrograms:
         return made
 
     def compiler_options(self, placed: batches.Placed) -> dict[str, Any] | None:
-        """How the program for a batch of this form is compiled, where not as XLA
-        likes.
-        """
+        """How a program for this form is compiled, where not as XLA likes."""
         _, shards = placed.spread
         placement = self._strategy.placement
         if self._is_local() and shards == self._mesh.num_replicas:
@@ -134,7 +130,7 @@ class StepPrograms:
         """The program for a batch of this form, for other devices of the same kind,
         too: its results are the arrays of the logs, then those of the state.
         """
-        state, data = self._form_of_state(), _forms_of(placed)
+        state, data = self._form_of_state(), jax.tree.map(form_of_array, placed.data)
         program, _ = self._program(placed, 1, state, data)
         platforms = [exports.platform_of(self._mesh.devices[0])]
         with launches.tracing:
@@ -236,9 +232,7 @@ class StepPrograms:
         return self._jitted(placed, size) if any(faults) else made
 
     def _jitted(self, placed: batches.Placed, size: int) -> tuple[Any, dict[str, Any]]:
-        """The program for a form of batch, and where its trace leaves the logs'
-        structure.
-        """
+        """The program for a form of batch, and where its trace leaves the logs."""
         faults = self._faults.get(form_of_batch(placed), _Faults())
         function = self._on_true_rows(self._step, placed, faults.is_whole)
         if faults.rewritings:
@@ -261,15 +255,13 @@ class StepPrograms:
         if self._shardings is not None:
             shardings = jax.tree.leaves(self._shardings)
         program.__name__ = "global_steps" if size > 1 else "global_step"
-        return (
-            jax.jit(
-                program,
-                donate_argnums=self._strategy.placement.donated,
-                out_shardings=(outputs, shardings),
-                compiler_options=self.compiler_options(placed),
-            ),
-            found,
+        jitted = jax.jit(
+            program,
+            donate_argnums=self._strategy.placement.donated,
+            out_shardings=(outputs, shardings),
+            compiler_options=self.compiler_options(placed),
         )
+        return jitted, found
 
     def _on_true_rows(
         self, step: Step, placed: batches.Placed, is_whole: bool = False
@@ -309,9 +301,7 @@ class StepPrograms:
         return global_steps
 
     def _outputs(self, placed: batches.Placed) -> Any:
-        """Where logs and predictions are: as XLA likes, unless that could not
-        be read.
-        """
+        """Where logs and predictions are: as XLA likes, unless that is unreadable."""
         # An uneven split cannot leave a program; of what is split over processes, no
         # one of them could read all.
         is_free = _is_even(placed) and self._mesh.num_processes == 1
@@ -367,11 +357,9 @@ class StepPrograms:
         return form if self._packing is None else self._packing.form_packed(form)
 
 
-def _forms_of(placed: batches.Placed) -> Any:
-    return jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding),
-        placed.data,
-    )
+def form_of_array(array: Any) -> jax.ShapeDtypeStruct:
+    """All that is known of an array but its values."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 def _leaves_like(old: Any, new: Any) -> list[Any]:

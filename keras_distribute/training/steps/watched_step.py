@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -21,7 +21,7 @@ from keras_distribute.training.steps.state import is_held
 Watcher = Callable[["SeenStep", State, Any, Any], tuple[Any, State]]
 
 
-class SeenStep:
+class SeenStep(NamedTuple):
     """A step whose program also says what each replica gave to each gradient.
 
     Args:
@@ -30,10 +30,9 @@ class SeenStep:
         gradients: What sees them.
     """
 
-    def __init__(
-        self, step: CompiledStep, disturbed: CompiledStep, gradients: OwnGradients
-    ) -> None:
-        self.step, self.disturbed, self.gradients = step, disturbed, gradients
+    step: CompiledStep
+    disturbed: CompiledStep
+    gradients: OwnGradients
 
 
 class WatchedStep:
@@ -72,11 +71,7 @@ class WatchedStep:
         return logs, state
 
     def _run(
-        self,
-        state: State,
-        data: Any,
-        flips: Sequence[BitFlip],
-        watcher: Watcher | None,
+        self, state: State, data: Any, flips: Sequence[BitFlip], watcher: Watcher | None
     ) -> tuple[Any, State]:
         strategy = adoption.strategy_of(self._trainer)
         assert isinstance(strategy, Strategy)

@@ -41,9 +41,7 @@ def elements_of(distribute: Callable[[], Any], most: int = MOST) -> Entry:
 
 
 def said_of(distribute: Callable[[], Any], most: int = MOST, **more: JSON) -> Entry:
-    """The elements of what `distribute` returns, `more`, and what it says of its
-    elements.
-    """
+    """The elements of what `distribute` returns, `more`, and what it says of them."""
     kept: list[Any] = []
 
     def distribute_once() -> Any:
@@ -63,9 +61,7 @@ def plain(dataset: Iterable[Any], most: int = MOST) -> list[JSON]:
 
 
 def spec(value: Any) -> JSON:
-    """An element_spec: {"PerReplica": []} of components, {"spec": dtype, "shape": []}
-    for a tensor.
-    """
+    """An element_spec: {"PerReplica": []}, or {"spec": dtype, "shape": []}."""
     if isinstance(value, tf_values.PerReplicaSpec):
         return {"PerReplica": [spec(component) for component in value._value_specs]}
     if type(value) is tf.TensorSpec:

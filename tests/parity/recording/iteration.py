@@ -17,12 +17,7 @@ TEXTS: dict[str, Callable[[Any], JSON]] = {
 
 
 def iteration(replicas: int) -> Iterator[Entry]:
-    """Iterators and their ends, `reduce`, use in functions, and what cannot be
-    distributed.
-    """
+    """Iterators, their ends, `reduce`, use in functions; what cannot be distributed."""
     for name, call in scenario.iteration(session, mirrored(replicas)).items():
         written = TEXTS.get(name, lambda value: value)
-        yield {
-            "name": name,
-            "result": result_of(lambda: written(call())),
-        }
+        yield {"name": name, "result": result_of(lambda: written(call()))}

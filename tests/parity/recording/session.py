@@ -26,9 +26,7 @@ size = tf.size
 
 
 def start_devices(count: int = max(REPLICAS)) -> None:
-    """Splits the CPU into `count` logical devices. Before anything else uses
-    TensorFlow.
-    """
+    """Splits the CPU into `count` devices, before anything uses TensorFlow."""
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(
         cpu, [tf.config.LogicalDeviceConfiguration()] * count

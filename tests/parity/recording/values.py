@@ -47,9 +47,7 @@ def local_results(replicas: int) -> Iterator[Entry]:
 
 
 def distribute_values(replicas: int) -> Iterator[Entry]:
-    """`experimental_distribute_values_from_function`: what its context says and what
-    comes back.
-    """
+    """`experimental_distribute_values_from_function`: its context and its results."""
     strategy = mirrored(replicas)
     distribute = strategy.experimental_distribute_values_from_function
     contexts: list[JSON] = []
@@ -74,9 +72,7 @@ def distribute_values(replicas: int) -> Iterator[Entry]:
 
 
 def extended(replicas: int) -> Iterator[Entry]:
-    """`strategy.extended`: containers, device lists, reductions to a destination and
-    updates.
-    """
+    """`strategy.extended`: containers, devices, reductions to somewhere, updates."""
     strategy = mirrored(replicas)
     for name, call in values.containers(session, strategy).items():
         yield {"name": name, "result": call()}

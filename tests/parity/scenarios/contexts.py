@@ -203,7 +203,4 @@ def _exits(strategy: Any) -> Calls:
         scope.__exit__(None, None, None)
         scope.__exit__(None, None, None)
 
-    return {
-        "exit scopes in wrong order": wrong_order,
-        "exit a scope twice": exit_twice,
-    }
+    return {"exit scopes in wrong order": wrong_order, "exit a scope twice": exit_twice}

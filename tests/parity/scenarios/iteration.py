@@ -13,9 +13,7 @@ Dataset = Callable[..., Any]
 
 
 def iteration(side: Side, strategy: Any) -> Calls:
-    """Iterators and their ends, `reduce`, use in functions, and what cannot be
-    distributed.
-    """
+    """Iterators, their ends, `reduce`, use in functions; what cannot be distributed."""
 
     def dataset(rows: int = 6) -> Any:
         return strategy.experimental_distribute_dataset(

@@ -50,9 +50,7 @@ def _operator(side: Side, operation: str) -> Callable[[Any, Any], Any]:
 
 
 def creation(side: Side, strategy: Any) -> Calls:
-    """Variables that are made where it is unusual: in a replica, with defaults, with
-    bad arguments.
-    """
+    """Variables made where it is unusual: in a replica, with defaults, wrongly."""
 
     def by_replica() -> float:
         in_run = side.distribute.get_replica_context() is not None
