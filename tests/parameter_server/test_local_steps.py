@@ -50,6 +50,14 @@ def network(optimizer: Any, **options: Any) -> keras.Model:
     return model
 
 
+def linear(optimizer: Any) -> keras.Model:
+    """What compiles quickly."""
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(3)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss)
+    return model
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("steps_per_execution", [1, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -220,10 +228,7 @@ def test_the_learning_rate_of_a_batch_is_not_lost(make):
     def begun(scope: Any) -> keras.Model:
         keras.utils.set_random_seed(5)
         with scope:
-            model = keras.Sequential([keras.Input((6,)), layers.Dense(3)])
-            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            model.compile(keras.optimizers.SGD(0.1), loss)
-        return model
+            return linear(keras.optimizers.SGD(0.1))
 
     outer = keras.optimizers.SGD(1.0)
     ours = begun(make(1, local_steps=3, outer_optimizer=outer).scope())
@@ -435,7 +440,7 @@ def test_slots_that_are_read_in_a_round_are_those_before_it(make):
         strategy = make(local_steps=2, local_slots=local_slots)
         keras.utils.set_random_seed(5)
         with strategy.scope():
-            model = network(OPTIMIZERS["momentum"]())
+            model = linear(OPTIMIZERS["momentum"]())
         seen: list[Any] = []
 
         def look(batch: int, logs: Any, model: Any = model, seen: Any = seen) -> None:
@@ -457,7 +462,7 @@ def test_a_round_that_is_broken_off_leaves_the_slots(make):
         strategy = make(local_steps=2, local_slots=True)
         keras.utils.set_random_seed(5)
         with strategy.scope():
-            model = network(OPTIMIZERS["momentum"]())
+            model = linear(OPTIMIZERS["momentum"]())
         options = {"batch_size": 4, "shuffle": False, "verbose": 0}
         model.fit(X, Y, **options)
         if breaks:
@@ -650,18 +655,12 @@ def test_digits_with_a_fraction_of_the_bytes(four_workers):
 def test_another_model_ends_no_round_of_this_one(make, kind):
     strategy = make(local_steps=3)
 
-    def built() -> keras.Model:
-        model = keras.Sequential([keras.Input((6,)), layers.Dense(3)])
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.SGD(0.1), loss)
-        return model
-
     found: list[Any] = []
     options = {"batch_size": 4, "shuffle": False, "verbose": 0}
     for others in (False, True):
         keras.utils.set_random_seed(5)
         with strategy.scope():
-            model, other = built(), built()
+            model, other = (linear(keras.optimizers.SGD(0.1)) for _ in range(2))
 
         def train(other: Any = other) -> None:
             other.fit(X[:16], Y[:16], **options)
