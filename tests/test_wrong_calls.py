@@ -1308,6 +1308,14 @@ FOR_LIBRARIES = {
         for name in ("reduce", "batch_reduce", "broadcast")
     ),
 }
+BY_A_MODEL = {  # Which says that its own steps are meant.
+    f"{cls}.wait_for_steps"
+    for cls in (
+        "Strategy",
+        "ParameterServerStrategy",
+        "experimental.ParameterServerStrategy",
+    )
+}
 LEFT_OUT = (
     MADE_BY_THE_PACKAGE
     | VARIABLES
@@ -1315,6 +1323,7 @@ LEFT_OUT = (
     | OF_A_CLUSTER
     | IN_A_PROGRAM
     | FOR_LIBRARIES
+    | BY_A_MODEL
 )
 
 
