@@ -118,6 +118,7 @@ class Checkpoint:
         Source: TF's `save`.
 
         Call it across replicas, outside of `Strategy.run`; inside or outside a scope.
+        Ctrl-C does not break off the writing, and its number is not used again.
 
         Args:
             file_prefix: The beginning of the folder's path, `/somewhere/ckpt`.
@@ -133,7 +134,7 @@ class Checkpoint:
         self._counter += 1
         try:
             return self.write(f"{os.fspath(file_prefix)}-{self._counter}")
-        except BaseException:
+        except Exception:  # Not Ctrl-C: the folder may be there, or will be.
             self._counter -= 1
             raise
 

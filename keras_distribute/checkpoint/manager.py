@@ -31,6 +31,8 @@ class CheckpointManager:
     count again; its error is raised by what reads that step, and by the next `save`,
     `restore`, `wait` or `close`.
 
+    Ctrl-C does not break off a save that has begun: it is completed in the background.
+
     Differs from TF: checkpoints are known by step, and there is no `checkpoint` file
     that could disagree with the folder; asynchronous by default; `keep_best`;
     `restore`.

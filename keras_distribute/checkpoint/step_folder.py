@@ -138,14 +138,14 @@ class StepFolder:
         """Starts to write a snapshot, taken when the save before is complete."""
         self._wait_for_all()
         steps = self.agreed_steps()
+        replaced: set[int] = set()
         for other in [other for other in steps if other >= step]:
-            replaced = self._on_chief(
+            is_in_between = self._on_chief(
                 f"what step {other} is in",
                 lambda other=other: self._is_in_between(other),
             )
-            if replaced or (other == step and other in self._damaged):
-                self._delete(other)
-                self._damaged.discard(other)
+            if is_in_between or (other == step and other in self._damaged):
+                replaced.add(other)
             elif other == step:
                 raise CheckpointError(
                     f"There is a checkpoint of step {step} in {self.directory!r} "
@@ -155,14 +155,23 @@ class StepFolder:
                 )
         manifest, arrays = take_snapshot()
         self._metrics[step] = (None, manifest.metrics)
-        replaces = self._on_chief(
-            f"saving step {step} in",
-            lambda: self._open_writer().save(step, manifest, arrays),
-        )
-        self._under_way = under_way.Save(
-            self.path(step), step, manifest.metrics, replaces, self._writer
-        )
-        under_way.begin(self._under_way)
+        # Known before it begins: interrupted, it is completed nevertheless.
+        save = under_way.Save(self.path(step), step, manifest.metrics)
+        self._under_way = save
+
+        def begin() -> frozenset[int]:
+            writer = save.writer = self._open_writer()
+            under_way.begin(save)
+            writer.save(save, manifest, arrays, replaced)
+            return save.replaces
+
+        try:
+            save.replaces = self._on_chief(f"saving step {step} in", begin)
+        except Exception:
+            under_way.forget(save)
+            raise
+        under_way.begin(save)
+        self._damaged -= replaced
         self.last_step = step
 
     def read(
@@ -237,13 +246,11 @@ class StepFolder:
         if self._writer is not None:
             try:
                 self._wait()
-            except BaseException:
+            except Exception:
                 self.last_step = None
+                self._end()
                 raise
-            finally:
-                under_way.forget(self._under_way)
-                writer, self._writer = self._writer, None
-                writer.close()
+            self._end()
 
     def remove(self) -> None:
         """Deletes the folder."""
@@ -281,6 +288,12 @@ class StepFolder:
         if self._writer is not None:
             self._writer.wait()
 
+    def _end(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        under_way.forget(self._under_way)
+
     def _wait_for_all(self) -> None:
         """Waits, also for another manager's save here, which raises its own errors."""
         self.wait()
@@ -304,10 +317,11 @@ class StepFolder:
                 folder = weak()
                 return set(steps) if folder is None else folder._steps_to_keep(steps)
 
-            self._writer = Writer(
+            writer = Writer(
                 self.directory, steps_to_keep, asynchronous=self._asynchronous
             )
-            dropped.when_dropped(self, self._writer.close)
+            dropped.when_dropped(self, writer.close)
+            self._writer = writer
         return self._writer
 
     def _steps_to_keep(self, steps: list[int]) -> set[int]:

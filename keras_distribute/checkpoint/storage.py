@@ -26,6 +26,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from keras_distribute._compat import checkpoint as compat
 from keras_distribute.checkpoint import manifest as manifests
 from keras_distribute.checkpoint import tables, under_way
 from keras_distribute.checkpoint.manifest import ArrayRecord, FileRecord, Manifest
@@ -55,11 +56,15 @@ _STEP = re.compile("0|[1-9][0-9]*")
 
 def write(path: str, manifest: Manifest, arrays: Arrays) -> None:
     """Writes one checkpoint to `path`, which must not exist, and returns when it is
-    complete.
+    complete. Interrupted meanwhile, it is completed.
 
     Raises:
         CheckpointError: If it cannot be written; nothing is left at `path` then.
     """
+    under_way.unfinished.write(lambda: _write(path, manifest, arrays))
+
+
+def _write(path: str, manifest: Manifest, arrays: Arrays) -> None:
     check_name(path)
     with writing(path):
         if epath.Path(path).exists():
@@ -262,7 +267,13 @@ def step_folders(directory: Any) -> list[epath.Path]:
 
 
 def remove(directory: str) -> None:
-    """Deletes the folder of all steps: renamed first, so that it is gone at once."""
+    """Deletes the folder of all steps: renamed first, so that it is gone at once.
+    Interrupted meanwhile, it is completed.
+    """
+    under_way.unfinished.write(lambda: _remove(directory))
+
+
+def _remove(directory: str) -> None:
     folder = epath.Path(directory)
     trash = folder.with_name(f"{folder.name}.{TRASH}")
     with writing(directory):
@@ -374,3 +385,14 @@ def _first_line(error: Exception) -> str:
     if len(text) > 800:
         text = f"{text[:300]} ... {text[-500:]}"
     return f"{type(error).__name__}: {text}"
+
+
+def _close_all() -> None:
+    dropped.settle()
+    under_way.unfinished.settle()
+    with contextlib.ExitStack() as stack:  # An error in one keeps none from closing.
+        for writer in list(under_way.unfinished.writers):
+            stack.callback(writer.close)
+
+
+compat.before_exit(_close_all)

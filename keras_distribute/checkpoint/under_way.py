@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from keras_distribute.cluster import agreement
+from keras_distribute.threads.uninterrupted import Calls
 
 
 class Writing(Protocol):
@@ -37,16 +39,16 @@ class Save:
         path: Where it will be.
         step: The step of the `CheckpointManager`.
         metrics: The metrics that it will hold.
-        replaces: The steps that will be deleted when it is complete.
         writer: What writes it; `None` in a process that does not.
+        replaces: The steps that will be deleted when it is complete.
         seen: Whether it was in the folder. Gone since, it was deleted.
     """
 
     path: str
     step: int
     metrics: dict[str, float] | None
-    replaces: frozenset[int]
-    writer: Writing | None
+    writer: Writing | None = None
+    replaces: frozenset[int] = frozenset()
     seen: bool = False
 
 
@@ -61,6 +63,18 @@ class _Unfinished:
     def __init__(self) -> None:
         self.saves: dict[str, Save] = {}
         self.writers: set[Any] = set()
+        self._calls = Calls("keras_distribute checkpoint")
+        self._lock = threading.RLock()
+
+    def write(self, function: Callable[[], None]) -> None:
+        """Writes what is no step of a manager, also if the caller is interrupted."""
+        with self._lock:
+            self._calls.run(function)
+
+    def settle(self) -> None:
+        """Waits for a write whose caller was interrupted."""
+        with self._lock:
+            self._calls.settle()
 
 
 unfinished = _Unfinished()
@@ -123,6 +137,7 @@ def before_reading(path: str, num_processes: int) -> None:
 
     A save that is under way beside it also ends first, since it may delete it.
     """
+    unfinished.settle()
     save, error = finish(_folder_of(path), num_processes)
     if error is not None and save is not None and _key(save.path) == _key(path):
         forget(save)

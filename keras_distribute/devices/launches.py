@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import queue
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -32,6 +31,7 @@ import numpy as np
 
 from keras_distribute._compat import jax_internals
 from keras_distribute.errors import ContextError, NonFiniteError
+from keras_distribute.threads.uninterrupted import Calls
 
 Landing = list[tuple[Any, Any]]
 """Where results land: pairs of outputs and state, the newest one last."""
@@ -61,29 +61,23 @@ class Launches:
     def __init__(self) -> None:
         self.lock, self.tracing = threading.RLock(), threading.RLock()
         self.times: Times | None = None
-        self._unsettled: _Job | None = None
 
     def run_in_thread(
         self, program: Any, arguments: Sequence[Any], landing: Landing
     ) -> None:
         """Calls a program where no signal reaches it. The caller holds `lock`."""
-        job = self._unsettled = _Job(program, arguments, landing)
-        self._jobs.put(job)
-        with job.unfinished:
-            self._unsettled = None
-        if job.error is not None:
-            raise job.error
+
+        def call() -> None:
+            with jax.debug_nans(False), jax.debug_infs(False):  # See `_unwanted`.
+                landing.append(program(*arguments))
+            # What a program calls back on the host is awaited by its thread alone.
+            jax.effects_barrier()
+
+        self._calls.run(call)
 
     def settle(self) -> None:
         """Waits for a program whose caller was interrupted. The caller holds `lock`."""
-        job = self._unsettled
-        if job is not None:
-            # An exception may have come before the thread was given the job: then
-            # nobody has claimed it, and nobody will.
-            if not job.claim.acquire(blocking=False):
-                with job.unfinished:
-                    pass
-            self._unsettled = None
+        self._calls.settle()
 
     def ordered(self, program: Callable[..., Any]) -> Callable[..., Any]:
         """`program`, jitted and without donations, launched under `lock`."""
@@ -97,24 +91,13 @@ class Launches:
         return launched
 
     @functools.cached_property
-    def _jobs(self) -> queue.SimpleQueue[_Job]:
-        """What the thread has to call; it is started with the first."""
-        jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
-
-        def work() -> None:
-            while True:
-                jobs.get().run()
-
-        name = "keras_distribute first calls"
-        threading.Thread(target=work, name=name, daemon=True).start()
+    def _calls(self) -> Calls:
         atexit.register(self._finish)
-        return jobs
+        return Calls("keras_distribute first calls")
 
     def _finish(self) -> None:
         """XLA cannot be torn down under a program; one that hangs is left alone."""
-        job = self._unsettled
-        if job is not None and not job.claim.acquire(blocking=False):
-            job.unfinished.acquire(timeout=_EXIT_SECONDS)
+        self._calls.settle(_EXIT_SECONDS)
 
 
 launches = Launches()
@@ -211,35 +194,3 @@ def _non_finite_error(kind: str) -> NonFiniteError:
         "model.compile(..., run_eagerly=True), or the function without run, the "
         "operation.",
     )
-
-
-class _Job:
-    """A call of a program in the thread, from its request to its end.
-
-    Attributes:
-        claim: Held once the thread, or whoever takes the job back, has it.
-        unfinished: Held until the program has returned.
-        error: What it raised.
-    """
-
-    def __init__(
-        self, program: Any, arguments: Sequence[Any], landing: Landing
-    ) -> None:
-        self._call: Any = functools.partial(program, *arguments)
-        self._landing = landing
-        self.claim = threading.Lock()
-        self.unfinished = threading.Lock()
-        self.unfinished.acquire()
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        if self.claim.acquire(blocking=False):
-            try:
-                with jax.debug_nans(False), jax.debug_infs(False):  # See `_unwanted`.
-                    self._landing.append(self._call())
-                # What a program calls back on the host is awaited by its thread alone.
-                jax.effects_barrier()
-            except BaseException as error:
-                self.error = error
-            self._call = None  # The arguments, which the program may have deleted.
-            self.unfinished.release()
