@@ -187,11 +187,19 @@ class Job:
         return True
 
     def send(self, number: int, index: int | None = None) -> None:
-        """Sends a signal to one process, or to all, and to their children."""
+        """Sends a signal to one process, or to all, and to their children. Returns
+        after `SIGSTOP` when they have stopped.
+        """
         for worker in self.running():
             if index in (None, worker.index):
+                pid = worker.process.pid
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(worker.process.pid, number)
+                    os.killpg(pid, number)
+                if number == signal.SIGSTOP and hasattr(os, "waitid"):
+                    # Its threads go on until one of them has seen the signal.
+                    with contextlib.suppress(ChildProcessError):
+                        states = os.WSTOPPED | os.WEXITED | os.WNOWAIT
+                        os.waitid(os.P_PID, pid, states)
 
     def stop(self, grace: float = 5.0) -> None:
         """Asks all and their children to end; kills them after `grace` seconds."""
