@@ -8,7 +8,7 @@ import os
 import pathlib
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -85,6 +85,14 @@ class Saved:
         assert names == {str(step) for step in manager.all_steps()}
         for path in manager.checkpoints:
             kd.Checkpoint(v=keras.Variable(0.0)).restore(path)
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_interrupts() -> Iterator[None]:
+    """Also where whoever has started the tests ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
