@@ -15,6 +15,8 @@ from jax.extend import core
 
 from keras_distribute.devices import jaxprs
 
+_OF_EACH_DEVICE = "shard_map"  # Its program is that of each device alone.
+
 
 @dataclasses.dataclass(frozen=True)
 class Rewriting:
@@ -30,11 +32,11 @@ class Rewriting:
 
     def is_in(self, program: Any) -> bool:
         """Whether a traced program has such operations."""
-        # A `shard_map` is the program of each device alone.
-        return jaxprs.has(program, self.is_one, but_in=("shard_map",))
+        return jaxprs.has(program, self.is_one, but_in=(_OF_EACH_DEVICE,))
 
     def _evaluated(self, eqn: Any, given: list[Any]) -> list[Any]:
-        eqn = jaxprs.with_programs(eqn, self.traced_again)
+        if eqn.primitive.name != _OF_EACH_DEVICE:
+            eqn = jaxprs.with_programs(eqn, self.traced_again)
         return (self.rule if self.is_one(eqn) else jaxprs.bound)(eqn, given)
 
     def traced_again(self, program: core.ClosedJaxpr) -> core.ClosedJaxpr:
