@@ -11,9 +11,8 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias
 
-_T = TypeVar("_T")
 _Queue: TypeAlias = "queue.SimpleQueue[_Call | None]"
 
 
@@ -35,8 +34,8 @@ class Calls:
         call = self._unsettled
         return call is not None and call.has_begun and call.unfinished.locked()
 
-    def run(self, function: Callable[[], _T]) -> _T:
-        """Calls a function there; returns or raises what it does."""
+    def run(self, function: Callable[[], None]) -> None:
+        """Calls a function there, and raises what it does."""
         self.settle()
         call = self._unsettled = _Call(function)
         self._put(call)
@@ -44,7 +43,6 @@ class Calls:
             self._unsettled = None
         if call.error is not None:
             raise call.error
-        return cast(_T, call.result)
 
     def settle(self, timeout: float = -1) -> None:
         """Waits for a call whose caller was interrupted: for so many seconds, unless
@@ -80,7 +78,7 @@ class Calls:
 def _work(calls: _Queue) -> None:
     while (call := calls.get()) is not None:
         call.run()
-        del call  # With what it returned.
+        del call  # With the error that it holds.
 
 
 class _Call:
@@ -89,22 +87,20 @@ class _Call:
     Attributes:
         has_begun: Whether the thread has taken it.
         unfinished: Held until the function has returned.
-        result: What it returned.
         error: What it raised.
     """
 
-    def __init__(self, function: Callable[[], Any]) -> None:
+    def __init__(self, function: Callable[[], None]) -> None:
         self._function: Any = function
         self.has_begun = False
         self.unfinished = threading.Lock()
         self.unfinished.acquire()
-        self.result: Any = None
         self.error: BaseException | None = None
 
     def run(self) -> None:
         self.has_begun = True
         try:
-            self.result = self._function()
+            self._function()
         except BaseException as error:
             self.error = error
         self._function = None  # With the arguments that it holds.
