@@ -24,13 +24,7 @@ from keras_distribute.devices.replication_proof import communicates
 
 def in_turn(body: Callable[..., Any]) -> Callable[..., Any]:
     """The program of one device, whose collectives wait for loops and conditions."""
-
-    def written(*args: Any) -> Any:
-        program, shapes = jax.make_jaxpr(body, return_shape=True)(*args)
-        results = core.jaxpr_as_fun(_written(program))(*jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
-
-    return written
+    return jaxprs.by_changed_program(body, _written)
 
 
 def _written(program: core.ClosedJaxpr) -> core.ClosedJaxpr:

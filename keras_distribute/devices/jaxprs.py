@@ -193,6 +193,23 @@ def retraced(
     )
 
 
+def by_changed_program(
+    function: Callable[..., Any], change: Callable[[Any], core.ClosedJaxpr]
+) -> Callable[..., Any]:
+    """The same function by another program.
+
+    Args:
+        change: From the program of the function to that.
+    """
+
+    def called_again(*args: Any) -> Any:
+        program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        results = core.jaxpr_as_fun(change(program))(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return called_again
+
+
 def inlined(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
     """The same function without calls."""
 

@@ -10,7 +10,6 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 from jax.extend import core
 
 from keras_distribute.devices import jaxprs
@@ -51,14 +50,12 @@ def rewritten(
 ) -> Callable[..., Any]:
     """The same function, with those of the rewritings that it needs."""
 
-    def written(*args: Any) -> Any:
-        program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    def change(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
         for rewriting in rewritings:
             program = rewriting.traced_again(program)
-        results = jaxprs.evaluated(program, jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+        return program
 
-    return written
+    return jaxprs.by_changed_program(function, change)
 
 
 def may_be_divided(
