@@ -156,9 +156,8 @@ def measured(contender: str, rounds: int) -> dict[str, list[float]]:
         [root, os.environ.get("PYTHONPATH", "")]
     ).rstrip(os.pathsep)
     if contender == "data_parallel":
-        environment["NPROC"] = str(
-            8 * NUM_DEVICES
-        )  # keras_distribute does this by itself
+        # keras_distribute does this by itself
+        environment["NPROC"] = str(8 * NUM_DEVICES)
     done = subprocess.run(
         [sys.executable, __file__, "--contender", contender, "--rounds", str(rounds)],
         env=environment,

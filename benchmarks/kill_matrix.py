@@ -53,17 +53,15 @@ def job(
     command = [sys.executable, str(SCRIPT), str(folder), moment, str(victim), name]
     out = io.StringIO()
     begin = time.monotonic()
-    timer = threading.Timer(
-        CELL_SECONDS, lambda: os.kill(os.getpid(), signal.SIGTERM)
-    )  # The launcher ends all then.
+    # The launcher ends all then.
+    timer = threading.Timer(CELL_SECONDS, lambda: os.kill(os.getpid(), signal.SIGTERM))
     timer.start()
     with contextlib.redirect_stdout(out):
         code: int | None = launch(
             command, LaunchOptions(nproc=2, cpu_devices=1, max_restarts=1, grace=20.0)
         )
-        if (
-            code == 42
-        ):  # Saved on SIGTERM, and ended: whoever started it starts it again.
+        # Saved on SIGTERM, and ended: whoever started it starts it again.
+        if code == 42:
             command[3] = "never"
             code = launch(command, LaunchOptions(nproc=2, cpu_devices=1, grace=20.0))
     timer.cancel()

@@ -65,10 +65,8 @@ def measured(
                         group,
                         Job(group, model, count, most, Path(folder) / "-".join(group)),
                     )
-                for steps in (
-                    SHORT,
-                    most,
-                ):  # Before the next job starts: that takes all processors.
+                # Before the next job starts: that takes all processors.
+                for steps in (SHORT, most):
                     for name in group:
                         jobs[name].seconds(name, steps)
             found: dict[str, dict[str, list[float]]] = {
@@ -182,9 +180,8 @@ def main() -> None:
             text = "\n\n".join(
                 [*(described(m, c, known[f"{m} {c}"]) for m, c in done), note]
             )
-            report.write(
-                "processes", {"found": known}, text, quiet=True
-            )  # At once: the whole takes long.
+            # At once: the whole takes long.
+            report.write("processes", {"found": known}, text, quiet=True)
 
 
 if __name__ == "__main__":

@@ -473,9 +473,8 @@ def judged(found: dict[str, Any], expected: dict[str, Any] | None) -> dict[str, 
     if "copies" in found:
         held = np.asarray(found["copies"])
         short["copies_differ"] = float(np.abs(held - held[0]).max())
-        saved = np.asarray(
-            found["weights"][4]
-        )  # After gamma and beta, of `fit`'s order.
+        # After gamma and beta, of `fit`'s order.
+        saved = np.asarray(found["weights"][4])
         short["saved_is_copy"] = [bool(np.array_equal(saved, each)) for each in held]
         del short["copies"]
     return short

@@ -58,9 +58,8 @@ def store(path: Path) -> None:
     """Runs a notebook and writes its outputs into it."""
     begun = time.perf_counter()
     notebook = run(path)
-    notebook.metadata.language_info = {
-        "name": "python"
-    }  # Not the version that happened to run it.
+    # Not the version that happened to run it.
+    notebook.metadata.language_info = {"name": "python"}
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = [

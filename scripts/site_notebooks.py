@@ -28,9 +28,8 @@ FILE_URL = f"{REPOSITORY}/blob/main/"
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds a page for each notebook, and its pictures. Called by mkdocs."""
-    from mkdocs.structure.files import (
-        File,
-    )  # The tests, which read the rest of this file, run without mkdocs.
+    # The tests, which read the rest of this file, run without mkdocs.
+    from mkdocs.structure.files import File
 
     for path in sorted((ROOT / "tutorials").glob("*.ipynb")):
         pictures: dict[str, bytes] = {}

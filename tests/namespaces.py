@@ -27,9 +27,8 @@ def two_hosts():
     try:
         for name, folder in zip(names, hosts, strict=True):
             ip("netns", "add", name)
-            folder.mkdir(
-                parents=True
-            )  # `ip netns exec` puts it in place of /etc/hosts.
+            # `ip netns exec` puts it in place of /etc/hosts.
+            folder.mkdir(parents=True)
             address = f"10.213.0.{1 + int(name[-1])}"
             (folder / "hosts").write_text(
                 f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n"

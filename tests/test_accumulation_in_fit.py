@@ -200,9 +200,10 @@ def _elements(line):
 def test_accumulators_are_each_replicas_own_and_survive_the_epoch():
     with mirrored(2).scope():
         model = make_model("row-wise")
+    # 4 steps: 3 and 1.
     model.fit(
         TOKENS[:64], TARGETS[:64], batch_size=16, epochs=1, verbose=0, shuffle=False
-    )  # 4 steps: 3 and 1.
+    )
     accumulator = next(
         v
         for v in model.optimizer.variables

@@ -171,9 +171,8 @@ def test_what_each_device_computes_in_fit(num_logical: int, texts: list[str]) ->
     assert f"f32[{16 // replicas},8,8,3]" in found.group(1)
     convolved = f"f32[{16 // replicas},{8 // height},{8 // width},4]"
     assert convolved in re.findall(r"= (f32\[[\d,]+\])\S* convolution\(", text)
-    borders = text.count(
-        " collective-permute("
-    )  # Of the images' parts, from the neighbours.
+    # Of the images' parts, from the neighbours.
+    borders = text.count(" collective-permute(")
     assert borders >= 2 if num_logical > 1 else borders == 0
     # The weight and its slots: a part of each, and in no place of the program the
     # whole.
@@ -411,9 +410,8 @@ def test_saving_and_checkpoints_across_strategies(tmp_path: Any) -> None:
         np.testing.assert_allclose(
             each.predict(ROWS, verbose=0), expected, rtol=1e-5, atol=1e-6
         )
-    assert_close(
-        trained(other), trained(model)
-    )  # The slots came along: the very same training goes on.
+    # The slots came along: the very same training goes on.
+    assert_close(trained(other), trained(model))
     kd.Checkpoint(model=other).write(str(tmp_path / "mirrored"))
     with tpu_strategy(4, layout_map=HIDDEN).scope():
         back = dense_classifier()

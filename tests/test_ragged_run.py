@@ -850,9 +850,8 @@ def test_all_gather_joins_what_differs_in_size(name):
         joined = kd.get_replica_context().all_gather(
             {"x": x, "nested": (x[:1],)}, axis=axis
         )
-        twice = gather(
-            jnp.ravel(joined["x"])[: x.size]
-        )  # Its size is known from the first one.
+        # Its size is known from the first one.
+        twice = gather(jnp.ravel(joined["x"])[: x.size])
         merged = kd.get_replica_context().merge_call(
             lambda s, x: s.gather(x, axis=axis), args=(x,)
         )

@@ -217,9 +217,8 @@ def test_a_notebook_gets_tables_and_a_picture():
     words = " ".join(page.itertext())
     assert "MirroredStrategy: 8 replicas" in words and "a_and_b" in words
     boxes = page.findall(".//{http://www.w3.org/2000/svg}rect")
-    assert (
-        len(boxes) == 2 * 8 * 2
-    )  # A frame and its fill, for eight replicas, for the batch and the variable.
+    # A frame and its fill, for eight replicas, for the batch and the variable.
+    assert len(boxes) == 2 * 8 * 2
 
 
 def test_the_picture_of_many_devices_says_what_it_leaves_out():

@@ -180,9 +180,8 @@ def test_options_of_run() -> None:
             result = strategy.run(step, args=(np.ones(rows),), options=options)
             assert float(strategy.reduce("SUM", result, axis=0)) == 2.0 * rows * 4
     unknown = kd.RunOptions(experimental_xla_options={"xla_no_such_option": 1})
-    with pytest.raises(
-        jax.errors.JaxRuntimeError, match="xla_no_such_option"
-    ):  # The compiler is really told.
+    # The compiler is really told.
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         strategy.run(step, args=(np.ones(2),), options=unknown)
 
 

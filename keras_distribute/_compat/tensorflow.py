@@ -58,10 +58,8 @@ def _hide_devices(tensorflow: Any) -> None:
     for kind in ("GPU", "TPU"):
         try:
             tensorflow.config.set_visible_devices([], kind)
-        except (
-            RuntimeError,
-            ValueError,
-        ):  # Already started: nothing to hide if it has none.
+        # Already started: nothing to hide if it has none.
+        except (RuntimeError, ValueError):
             if tensorflow.config.list_logical_devices(kind):
                 warnings.warn(
                     f"TensorFlow has taken the {kind}s that JAX needs, since it was "

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-ORIGIN = core.DebugInfo(
-    "keras_distribute", "a part of a function", None, None
-)  # JAX wants to know where a program is from.
+# JAX wants to know where a program is from.
+ORIGIN = core.DebugInfo("keras_distribute", "a part of a function", None, None)
 
 CALLS = {
     "jit",

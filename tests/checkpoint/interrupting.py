@@ -114,9 +114,8 @@ def run(
     keras.utils.set_random_seed(SEED)
     with scope(place):
         model = make()
-    random.seed(
-        seed
-    )  # Not TensorFlow's: a dataset keeps its seed, which a script has to set.
+    # Not TensorFlow's: a dataset keeps its seed, which a script has to set.
+    random.seed(seed)
     np.random.seed(seed)
     log = Log()
     own = (

@@ -64,9 +64,8 @@ def train_and_save(model: keras.Model, folder: pathlib.Path) -> dict[str, Any]:
     model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=saving)
     model.save(folder / "model.keras")
     model.save_weights(folder / "model.weights.h5")
-    model.save_weights(
-        folder / "sharded.weights.json", max_shard_size=3e-7
-    )  # Several files, even of this model.
+    # Several files, even of this model.
+    model.save_weights(folder / "sharded.weights.json", max_shard_size=3e-7)
     return seen_of(model)
 
 

@@ -71,9 +71,8 @@ class Script:
     def rest(self) -> list[str]:
         """All lines until the end."""
         assert self.process.stdout is not None
-        output = (
-            self.process.stdout.read()
-        )  # `communicate` would forget what `readline` has read ahead.
+        # `communicate` would forget what `readline` has read ahead.
+        output = self.process.stdout.read()
         self.process.wait()
         return output.splitlines()
 

@@ -221,9 +221,8 @@ def test_the_order_after_an_interruption_is_that_of_plain_keras(
         places = keras.ops.arange(keras.ops.shape(outputs)[0], dtype="float32")
         return outputs[:, 0] * places
 
-    def make() -> (
-        Any
-    ):  # One that learns nothing: its losses tell the rows and their order.
+    # One that learns nothing: its losses tell the rows and their order.
+    def make() -> Any:
         model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
         model.compile(keras.optimizers.SGD(0.0), by_place)
         return model

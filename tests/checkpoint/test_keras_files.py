@@ -75,9 +75,8 @@ def test_loaded_by_plain_keras_in_another_process(
     place: int, name: str, folder: Any, saved: Any
 ) -> None:
     loaded = pickle.loads((folder / "loaded.pickle").read_bytes())[str(place)][name]
-    if (
-        name == BEST
-    ):  # Of the first epoch: it is the one in the file that the strategy loads.
+    # Of the first epoch: it is the one in the file that the strategy loads.
+    if name == BEST:
         with scope(place):
             assert_equal(
                 loaded,

@@ -80,12 +80,10 @@ def test_a_grace_period_is_used_for_training(kind: str, tmp_path: pathlib.Path) 
         notified = time.monotonic()
         steps = steps_in([*begun, *script.rest()])
         assert script.process.returncode == 42, script.errors
-        assert (
-            time.monotonic() - notified < grace + 4.0
-        )  # The end of a process takes time on a busy machine.
-    assert (
-        len(steps_in(begun)) <= len(steps) < len(expected)
-    )  # A busy machine may need all the time to save.
+        # The end of a process takes time on a busy machine.
+        assert time.monotonic() - notified < grace + 4.0
+    # A busy machine may need all the time to save.
+    assert len(steps_in(begun)) <= len(steps) < len(expected)
     with Script(tmp_path, kind) as script:
         steps += steps_in(script.rest())
         assert script.process.returncode == 0, script.errors

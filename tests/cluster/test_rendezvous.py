@@ -207,9 +207,8 @@ def test_an_attack_keeps_nobody_out_and_costs_nothing(name, monkeypatch):
         assert rendezvous.meet(address, 1, 3, **options) == Meeting(1, 4, (0, 1))
         assert first.result() == Meeting(0, 4, (0, 1))
         assert time.monotonic() - began < 6
-    assert (
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100_000
-    )  # Kilobytes.
+    # Kilobytes.
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100_000
     assert all(
         "127.0.0." in text
         for text in told

@@ -94,11 +94,8 @@ def test_the_environment_chooses_and_the_innermost_launcher_wins(environment):
     [
         {"TF_CONFIG": ""},
         {"TF_CONFIG": "{}"},
-        {
-            "SLURM_PROCID": "0",
-            "SLURM_NTASKS": "8",
-            "SLURM_JOB_NODELIST": "n[1-8]",
-        },  # An allocation, without srun.
+        # An allocation, without srun.
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "n[1-8]"},
         {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # A shell on a node.
         {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"},
         {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},

@@ -86,9 +86,8 @@ def test_loops_count_with_their_iterations():
     report = kd.dry_run(models.lstm, 16, topology="cpu:2")
     forward = 2 * 20 * 8 * (8 * 64 + 16 * 64)
     assert 2 * forward < sum(report.flops.values()) < 4 * forward
-    assert (
-        report.compiler_flops < sum(report.flops.values()) / 5
-    )  # It counts one iteration.
+    # It counts one iteration.
+    assert report.compiler_flops < sum(report.flops.values()) / 5
     assert report.unknown_loops == 0
 
 
@@ -477,9 +476,8 @@ def divided_model():
 def test_logical_devices_share_what_is_divided():
     report = kd.dry_run(divided_model(), 32, topology="cpu:8")
     assert report.memory.parameters == 4 * (16 * 64 // 2 + 64 + 1)
-    operations = 32 * (
-        2 * 16 * 64 + 2 * 64
-    )  # Of the forward pass alone, all devices together.
+    # Of the forward pass alone, all devices together.
+    operations = 32 * (2 * 16 * 64 + 2 * 64)
     assert sum(report.flops.values()) * 8 > 2 * operations
     assert sum(report.flops.values()) * 8 < 4 * operations
     assert report.num_logical == 2

@@ -491,9 +491,8 @@ def test_off_reads_all_of_a_process(kind: str, taken: int) -> None:
     assert seen == list(range(len(seen)))
     iterator.close()
     rest = [row for element in dataset for row in rows(element)]
-    if (
-        kind == "generator"
-    ):  # What was read for nobody comes again; the batch that was used in part does not.
+    # What was read for nobody comes again; the batch that was used in part does not.
+    if kind == "generator":
         assert rest == list(range(-(-len(seen) // 8) * 8, 24))
     else:
         assert rest == list(range(24))
@@ -538,9 +537,8 @@ def test_processes_must_shuffle_alike(kind: str) -> None:
 
     from keras_distribute.input import sharing
 
-    tf.random.set_seed(
-        None
-    )  # As in a program that has set none; keras.utils.set_random_seed sets TensorFlow's, too.
+    # As in a program that has set none; keras.utils.set_random_seed sets TensorFlow's, too.
+    tf.random.set_seed(None)
 
     mesh = kd.MirroredStrategy(["cpu:0"]).replica_mesh
     with pytest.raises(

@@ -16,11 +16,8 @@ import keras_distribute as kd
 pytestmark = pytest.mark.timeout(240)
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "docs/guide/datasets.md").read_text()
-ROWS, BATCH, FILES = (
-    53,
-    8,
-    4,
-)  # Of the files one is the longest; no batch is full twice.
+# Of the files one is the longest; no batch is full twice.
+ROWS, BATCH, FILES = (53, 8, 4)
 SIZES = (17, 13, 12, 11)
 READERS = {
     "hf_rows": ("datasets", "grain"),

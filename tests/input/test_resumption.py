@@ -59,9 +59,8 @@ def test_goes_on_with_the_next_batch(kind: str, ahead: int) -> None:
         resumed.set_state(pickle.loads(pickle.dumps(state)))
         assert [ids(element) for element in resumed] == rest
         next_pass.append([ids(element) for element in other])
-    if (
-        kind == "arrays"
-    ):  # Each stop was in a new pass, and the pass after it is the next one.
+    # Each stop was in a new pass, and the pass after it is the next one.
+    if kind == "arrays":
         assert len({json.dumps(each) for each in next_pass}) == len(next_pass)
         assert next_pass[0] == [
             ids(element) for element in _skipped(distributed(kind), 1)

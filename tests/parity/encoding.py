@@ -114,9 +114,8 @@ def _first_line(message: str) -> str:
             line,
         )
     line = re.sub(r"^\w+Error: |\{\{.*?\}\} ?", "", line)
-    line = re.sub(
-        r"(Shape mismatch in the collective).*", r"\1", line
-    )  # which replica complains varies
+    # which replica complains varies
+    line = re.sub(r"(Shape mismatch in the collective).*", r"\1", line)
     line = re.sub(
         r"0x[0-9a-f]+|instance \d+|/job:\S*/device:|goo\.gle/debug\w+", "", line
     ).strip()

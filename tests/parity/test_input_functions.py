@@ -216,11 +216,8 @@ def test_misuse(entry):
         )
     elif name == "class":
         assert call() == ["DistributedDataset", True]
-    elif name in (
-        "raises",
-        "takes nothing",
-        "per replica batch of 0",
-    ):  # the user's own errors, as they are
+    # the user's own errors, as they are
+    elif name in ("raises", "takes nothing", "per replica batch of 0"):
         with pytest.raises(Exception) as raised:
             call()
         assert type(raised.value).__name__ == expected.get("class", expected["error"])

@@ -71,9 +71,8 @@ def test_iteration(entry):
 def test_options(entry):
     strategy, arguments = mirrored(entry["replicas"]), dict(entry["options"])
     mode = arguments.get("experimental_replication_mode", "PER_WORKER")
-    if mode is None or (
-        mode == "PER_REPLICA" and len(arguments) == 1
-    ):  # the text, not the member
+    # the text, not the member
+    if mode is None or (mode == "PER_REPLICA" and len(arguments) == 1):
         assert because("not a dataset")
         check_error(lambda: kd.InputOptions(**arguments), {"error": "TypeError"})
         return

@@ -19,9 +19,8 @@ pytestmark = pytest.mark.timeout(120)
 @pytest.fixture(scope="module")
 def errors():
     results = kd.testing.run_in_processes(scenarios.different_programs, 2, timeout=100)
-    assert (
-        results[0][1] == results[1][1] == results[0][2] != results[1][2]
-    )  # The chief's process number.
+    # The chief's process number.
+    assert results[0][1] == results[1][1] == results[0][2] != results[1][2]
     return [result[0] for result in results]
 
 

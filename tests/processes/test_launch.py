@@ -347,9 +347,8 @@ def test_a_job_goes_on_from_its_checkpoint_with_the_same_result(
     what, code, uninterrupted, tmp_path, monkeypatch
 ):
     """A worker raises, the chief is killed, the launcher is told to end."""
-    if (
-        what == "terminate"
-    ):  # The launcher is this process, whose handler for SIGTERM it replaces for the time.
+    # The launcher is this process, whose handler for SIGTERM it replaces for the time.
+    if what == "terminate":
         assert launching._SIGNALS[0] == signal.SIGTERM
     first, second = trained(what, tmp_path, code)
     assert first == second

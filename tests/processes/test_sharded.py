@@ -67,9 +67,8 @@ def test_every_process_reads_and_assigns(job):
     for result in job[1]:
         shape, text, least, share = result["slot"]
         assert result["shapes"] == [shape] * 2  # Of its own replicas.
-        assert (
-            "num_replicas=4" in text and "value=" not in text
-        )  # To show it would take all processes.
+        # To show it would take all processes.
+        assert "num_replicas=4" in text and "value=" not in text
         assert least == 1.0 and share <= 1 / 4 + 0.02
 
 

@@ -27,15 +27,13 @@ class Fault(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if not first_time or int(self.model.optimizer.iterations) != 6:
             return
-        if (
-            what == "cut"
-        ):  # Goes on when somebody has cut the link between the processes.
+        # Goes on when somebody has cut the link between the processes.
+        if what == "cut":
             (folder / f"at-the-cut-{kd.process_index()}").touch()
             while not (folder / "is-cut").exists():
                 time.sleep(0.02)
-        if (
-            what == "gone" and kd.process_index() == 1
-        ):  # The launcher of its host, and all with it.
+        # The launcher of its host, and all with it.
+        if what == "gone" and kd.process_index() == 1:
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(60)
         if what == "raise" and kd.process_index() == 1:

@@ -61,9 +61,8 @@ class DetectionLoss(keras.losses.Loss):
             kinds, y_pred[..., 1 : 1 + KINDS], from_logits=True
         )
         place = keras.losses.huber(boxes, y_pred[..., 1 + KINDS :], delta=0.1)
-        count = ops.maximum(
-            ops.sum(here), 1.0
-        )  # Over the whole batch, as detectors do.
+        # Over the whole batch, as detectors do.
+        count = ops.maximum(ops.sum(here), 1.0)
         return (
             ops.mean(there, axis=-1)
             + ops.sum(here * (kind + place), axis=-1) * ops.shape(here)[0] / count

@@ -13,9 +13,8 @@ SHAPES = [(3, 4), (), (5,), (3, 4), (2, 1, 2), (5,)] * 20
 
 
 def buffer_of(dtype, first=0.0):
-    size = (
-        sum(int(np.prod(shape)) for shape in SHAPES) + 3
-    )  # Some elements at the end fill it up.
+    # Some elements at the end fill it up.
+    size = sum(int(np.prod(shape)) for shape in SHAPES) + 3
     return jnp.arange(size).at[0].set(first).astype(dtype)
 
 

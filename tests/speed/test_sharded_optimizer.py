@@ -45,9 +45,8 @@ def packed(request: Any, monkeypatch: Any) -> None:
 def test_the_same_numbers(replicas: int) -> None:
     expected, actual = built(replicas, False), built(replicas, True)
     for model in (expected, actual):
-        model.fit(
-            X, Y, batch_size=16, epochs=3, shuffle=False, verbose=0
-        )  # 18 steps, each sixth with 4 rows.
+        # 18 steps, each sixth with 4 rows.
+        model.fit(X, Y, batch_size=16, epochs=3, shuffle=False, verbose=0)
     for a, b in zip(sharded.numbers(actual), sharded.numbers(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 

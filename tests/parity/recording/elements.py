@@ -7,9 +7,9 @@ from itertools import islice
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import (
-    values as tf_values,
-)  # PerReplicaSpec has no public name
+
+# PerReplicaSpec has no public name
+from tensorflow.python.distribute import values as tf_values
 
 from ..encoding import JSON, encode_error
 from .session import Entry, encoded

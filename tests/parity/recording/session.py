@@ -7,9 +7,9 @@ from functools import cache
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import (
-    values as tf_values,
-)  # the only place that names the classes of values
+
+# the only place that names the classes of values
+from tensorflow.python.distribute import values as tf_values
 
 from ..encoding import JSON, encode, encode_error
 from ..scenarios.side import Calls
