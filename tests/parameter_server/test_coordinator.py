@@ -652,6 +652,20 @@ def test_a_function_that_creates_variables_each_time(coordinator):
         coordinator.schedule(make)
 
 
+def test_a_function_that_creates_a_variable_of_a_value(strategy, coordinator, tmp_path):
+    """As what loads a model does."""
+    path = tmp_path / "model.keras"
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.save(path)
+    made = r"that workers run creates a variable, or (.|\n)*Variable\(0\) (.|\n)*Fix"
+    for function in (lambda: keras.Variable(0), lambda: keras.models.load_model(path)):
+        with pytest.raises(kd.errors.VariableScopeError, match=made):
+            coordinator.schedule(function)
+    assert coordinator.schedule(lambda: 1.0).fetch() == 1.0
+
+
 def test_layers_may_be_built_by_the_first_call(strategy, coordinator):
     with strategy.scope():
         dense = keras.layers.Dense(2, kernel_initializer="ones")
