@@ -851,6 +851,29 @@ def test_a_function_that_cannot_take_a_batch(one_worker):
     assert coordinator.schedule(step, (iterator,)).fetch() == 4.0
 
 
+def test_numbers_of_64_bits_for_the_thread_that_schedules(one_worker):
+    """The update of a server has them, and a step for batches of another form."""
+    coordinator, third = ClusterCoordinator(one_worker), np.float64(1) / 3
+
+    def sizes():
+        return iter([np.full(size, third) for size in (2, 1)])
+
+    with jax.enable_x64(True), one_worker.scope():
+        weight = keras.Variable(third, dtype="float64")
+        optimizer = keras.optimizers.SGD(0.5)
+
+        def step(iterator):
+            gradient = next(iterator).sum()
+            optimizer.apply([gradient], [weight])
+            return gradient
+
+        iterator = iter(coordinator.create_per_worker_dataset(sizes))
+        steps = [coordinator.schedule(step, (iterator,)) for _ in range(2)]
+        assert coordinator.fetch(steps) == [2 * third, third]
+        coordinator.join()
+        assert weight.numpy() == third - third - third / 2
+
+
 def test_a_new_function_in_each_call_is_warned_about(coordinator):
     with pytest.warns(UserWarning, match=r"^coordinator\.schedule has compiled .* 8"):
         for _ in range(8):
