@@ -563,7 +563,7 @@ def test_slots_of_a_worker_that_is_frozen(own_cluster, make, caplog):
 
 
 def test_a_worker_that_comes_late_gets_a_group(own_cluster, make):
-    """From one that has several; its slots travel once."""
+    """From one that has several; its slots travel once, and are dropped there."""
     own_cluster.kill("worker", 0)
     strategy = make(local_steps=2, local_slots=True)
     keras.utils.set_random_seed(5)
@@ -572,6 +572,7 @@ def test_a_worker_that_comes_late_gets_a_group(own_cluster, make):
     model.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
     held = strategy.cluster.slots_of(slots_of(model))
     assert [held.holder_of(group) for group in (0, 1)] == [1, 1]
+    before = [held.round_of(group, 1) for group in (0, 1)]
     own_cluster.start("worker", 0)
     first = strategy.cluster.workers[0]
     assert strategy.cluster.queue.wait(
@@ -579,6 +580,9 @@ def test_a_worker_that_comes_late_gets_a_group(own_cluster, make):
     )
     model.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
     assert {held.holder_of(group) for group in (0, 1)} == {0, 1}
+    moved = 0 if held.holder_of(0) == 0 else 1
+    with pytest.raises(kd.errors.UnavailableError, match=f"no slots of group {moved}"):
+        strategy.cluster._slots_on_worker(1, held.number, moved, before[moved])
     ours = values([*model.weights, *slots_of(model)])
     strategy.close()
     strategy = make(local_steps=2)
