@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
@@ -239,6 +240,42 @@ def part_of(
     )
     taken = [i for i, v in enumerate(jaxpr.invars) if v in needed]
     return core.ClosedJaxpr(alone, program.consts), taken
+
+
+def between(
+    program: core.ClosedJaxpr, given: Sequence[Any], outputs: Sequence[Any]
+) -> core.ClosedJaxpr | None:
+    """The function that makes some variables inside of a program from others of them;
+    `None` where it needs more than those, and numbers.
+
+    Args:
+        given: What it takes.
+        outputs: What it makes.
+    """
+    jaxpr = program.jaxpr
+    known = {v for v in given if not isinstance(v, core.Literal)}
+    needed = {v for v in outputs if not isinstance(v, core.Literal)} - known
+    eqns: list[Any] = []
+    for eqn in reversed(jaxpr.eqns):
+        if needed.intersection(eqn.outvars):
+            made = [core.Var(v.aval) if v in known else v for v in eqn.outvars]
+            eqns.append(eqn.replace(outvars=made))
+            taken = {v for v in eqn.invars if not isinstance(v, core.Literal)}
+            needed |= taken - known
+    constants = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    used = {v: value for v, value in constants.items() if v in needed}
+    is_traced = any(isinstance(value, jax.core.Tracer) for value in used.values())
+    if is_traced or needed.intersection(jaxpr.invars):
+        return None
+    left = set(known)
+    invars: list[Any] = []
+    for v in given:  # Of what is given twice, or a number, the first counts.
+        is_new = not isinstance(v, core.Literal) and v in left
+        invars.append(v if is_new else core.Var(v.aval))
+        if is_new:
+            left.remove(v)
+    alone = core.Jaxpr(list(used), invars, list(outputs), eqns[::-1], debug_info=ORIGIN)
+    return core.ClosedJaxpr(alone, list(used.values()))
 
 
 def with_constants_given(jaxpr: core.Jaxpr) -> core.Jaxpr:

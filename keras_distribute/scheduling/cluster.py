@@ -298,7 +298,8 @@ class Cluster:
             if key not in programs:
                 iterators = [iterator for iterator, _ in program.elements]
                 elements = list(zip(iterators, forms, strict=True))
-                programs[key] = self._made(function, call, elements)
+                with jax.enable_x64(program.x64):
+                    programs[key] = self._made(function, call, elements)
             self._exchange(closure, seeds[0], programs[key])
 
         kept, seeds = self._taken(program, len(calls))
@@ -555,7 +556,8 @@ class Cluster:
         known = program.layouts.get(key)
         if known is not None:
             return known
-        made = layout_of(program, self.served, self.updates, len(self.servers))
+        with jax.enable_x64(program.x64):
+            made = layout_of(program, self.served, self.updates, len(self.servers))
         return program.layouts.setdefault(key, made)
 
     def look(self, is_late: bool) -> None:

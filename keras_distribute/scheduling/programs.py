@@ -28,6 +28,7 @@ from keras_distribute.scheduling.additions import Change, added_constant, change
 from keras_distribute.scheduling.traces import Form, Trace
 from keras_distribute.scheduling.updates import Updates
 from keras_distribute.servers.programs import exported
+from keras_distribute.values.arrays import is_x64
 from keras_distribute.variables import DistributedVariable
 
 
@@ -76,6 +77,8 @@ class Traced:
             same is added.
         ordered: Variables that a worker cannot change without knowing all that others
             did before.
+        x64: Whether its numbers may have 64 bits. The threads of workers ask, for what
+            they make for it; whoever scheduled it may have said so for its thread.
         layouts: What workers are told of it, by the name of the coordinator, which is
             another one for servers that are taken anew, and by how many copies there
             are of what it sets.
@@ -99,6 +102,7 @@ class Traced:
     changes: list[tuple[Change, Any]]
     constants: list[tuple[Any, np.ndarray[Any, Any]]]
     ordered: list[Any]
+    x64: bool
     layouts: dict[Any, Header] = dataclasses.field(default_factory=dict[Any, Header])
 
     @property
@@ -254,6 +258,7 @@ class _Made:
             changes=[(kind, written[i]) for kind, i in changed],
             constants=constants,
             ordered=ordered,
+            x64=is_x64(),
         )
 
     def _depending(self, changes: Sequence[int]) -> list[bool]:

@@ -101,6 +101,16 @@ class Held:
         with self._lock:
             return self._rounds[group] if self._holders[group] == worker else None
 
+    def groups_of(self, worker: int) -> list[int]:
+        """The groups whose slots a worker has, of the last round or of this one."""
+        with self._lock:
+            groups = range(len(self._holders))
+            return [
+                group
+                for group in groups
+                if worker in (self._holders[group], self._made.get(group))
+            ]
+
     def here(self, group: int) -> list[Array] | None:
         """What is here of a group's slots; `None` where some are gone."""
         with self._lock:

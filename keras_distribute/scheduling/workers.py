@@ -261,6 +261,7 @@ class Worker(threading.Thread):
             has = held.round_of(group, self.index)
             first = len(program.advanced)
             header["slots"] = [held.number, group, first, size, makes, has]
+            header["groups"] = held.groups_of(self.index)
             self._sent[held.number] = {}
             # Since it was scheduled somebody may have read them, and they came here.
             here = [STAYS] * size if has is not None else held.here(group)

@@ -216,9 +216,8 @@ class Runner(Task):
 
     def _drop(self, header: Header, arrays: list[Array]) -> Answer:
         del arrays
-        for key in [key for key in self._slots if key[0] in header["ids"]]:
-            del self._slots[key]
         for number in header["ids"]:
+            self._drop_slots(number, [])
             self._iterators.pop(number, None)
             self._datasets.pop(number, None)
             self._functions.pop(number, None)
@@ -243,6 +242,7 @@ class Runner(Task):
         kept, given = arrays[: layout["num_kept"]], arrays[layout["num_kept"] :]
         slots = _Slots(*header["slots"]) if "slots" in header else None
         if slots is not None:
+            self._drop_slots(slots.number, header["groups"])
             self._slots[slots.key] = had = _only(self._slots.get(slots.key), slots.has)
             for each in had.values():
                 given[slots.first : slots.first + slots.size] = each
@@ -272,6 +272,16 @@ class Runner(Task):
             results = [*[STAYS] * slots.size, *results[slots.size :]]
         versions = [server.version for server in self._servers]
         return {"versions": versions}, [*map(np.asarray, results), *totals]
+
+    def _drop_slots(self, number: int, groups: Sequence[int]) -> None:
+        """Drops those of an optimizer that other workers have by now.
+
+        Args:
+            groups: Those whose slots are kept.
+        """
+        for key in [key for key in self._slots if key[0] == number]:
+            if key[1] not in groups:
+                del self._slots[key]
 
     def _send_slots(self, header: Header, arrays: list[Array]) -> Answer:
         """The slots that a group of local steps has here."""

@@ -47,7 +47,7 @@ class DistributedVariable(compat.Variable):
         self._strategy = context.get_strategy()
         named = compat.named_arguments(args, kwargs)
         if "initializer" in named:
-            _refuse_value_in_run(named["initializer"])
+            _refuse_value_in_function(named["initializer"])
             named["initializer"] = owned(named["initializer"])
         super().__init__(**named)
 
@@ -347,17 +347,23 @@ class DistributedVariable(compat.Variable):
         )
 
 
-def _refuse_value_in_run(initializer: Any) -> None:
-    """Raises `VariableScopeError` for a variable that a function given to `run` creates
-    from a value, which would be another one in each trace.
+def _refuse_value_in_function(initializer: Any) -> None:
+    """Raises `VariableScopeError` for a variable that a function given to `run`, or one
+    that workers run, creates from a value, which would be another one in each trace.
     """
     given = not callable(initializer) and not isinstance(initializer, str)
-    refused = compat.in_stateless_scope() and not compat.may_be_initialized_later()
-    if given and refused and context.frame().per_replica:
+    if not given or not compat.in_stateless_scope():
+        return
+    current = context.frame()
+    for_workers = current.scheduled is not None
+    is_traced = current.per_replica or for_workers
+    if is_traced and not compat.may_be_initialized_later():
+        whose = "that workers run" if for_workers else "given to strategy.run"
         raise VariableScopeError(
-            "The function given to strategy.run creates a variable.",
+            f"The function {whose} creates a variable, or calls what does, such as "
+            "load_weights and load_model.",
             received=f"keras.Variable({checks.shown(initializer)}) in "
-            f"{context.describe(context.frame())}",
+            f"{context.describe(current)}",
             fix="make it once, inside `with strategy.scope():`, and use it in the "
-            "function.",
+            "function; load models and weights before.",
         )

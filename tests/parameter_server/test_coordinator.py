@@ -652,6 +652,20 @@ def test_a_function_that_creates_variables_each_time(coordinator):
         coordinator.schedule(make)
 
 
+def test_a_function_that_creates_a_variable_of_a_value(strategy, coordinator, tmp_path):
+    """As what loads a model does."""
+    path = tmp_path / "model.keras"
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.save(path)
+    made = r"that workers run creates a variable, or (.|\n)*Variable\(0\) (.|\n)*Fix"
+    for function in (lambda: keras.Variable(0), lambda: keras.models.load_model(path)):
+        with pytest.raises(kd.errors.VariableScopeError, match=made):
+            coordinator.schedule(function)
+    assert coordinator.schedule(lambda: 1.0).fetch() == 1.0
+
+
 def test_layers_may_be_built_by_the_first_call(strategy, coordinator):
     with strategy.scope():
         dense = keras.layers.Dense(2, kernel_initializer="ones")
@@ -835,6 +849,29 @@ def test_a_function_that_cannot_take_a_batch(one_worker):
             coordinator.schedule(step, (iterator,))
         coordinator.join()
     assert coordinator.schedule(step, (iterator,)).fetch() == 4.0
+
+
+def test_numbers_of_64_bits_for_the_thread_that_schedules(one_worker):
+    """The update of a server has them, and a step for batches of another form."""
+    coordinator, third = ClusterCoordinator(one_worker), np.float64(1) / 3
+
+    def sizes():
+        return iter([np.full(size, third) for size in (2, 1)])
+
+    with jax.enable_x64(True), one_worker.scope():
+        weight = keras.Variable(third, dtype="float64")
+        optimizer = keras.optimizers.SGD(0.5)
+
+        def step(iterator):
+            gradient = next(iterator).sum()
+            optimizer.apply([gradient], [weight])
+            return gradient
+
+        iterator = iter(coordinator.create_per_worker_dataset(sizes))
+        steps = [coordinator.schedule(step, (iterator,)) for _ in range(2)]
+        assert coordinator.fetch(steps) == [2 * third, third]
+        coordinator.join()
+        assert weight.numpy() == third - third - third / 2
 
 
 def test_a_new_function_in_each_call_is_warned_about(coordinator):

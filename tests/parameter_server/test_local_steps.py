@@ -23,7 +23,7 @@ from tests.exactness.harness import (
     observe,
     table,
 )
-from tests.parameter_server.test_fit import OwnStep, counting_each_row
+from tests.parameter_server.test_fit import CountingStep, counting_each_row
 
 X, Y = table(54)
 OPTIMIZERS = {
@@ -252,16 +252,34 @@ def test_the_learning_rate_of_a_batch_is_not_lost(make):
 def test_logs_of_a_step_of_the_users_own(make):
     strategy = make(local_steps=3)
     with strategy.scope():
-        model = OwnStep()
+        model = CountingStep()
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.SGD(0.0), loss, metrics=["accuracy"])
     expected = model.evaluate(X, Y, verbose=0, return_dict=True)
     for batch_size in (8, 3):  # In one round, by one group; in two.
         run = model.fit(X, Y, batch_size=batch_size, epochs=2, verbose=0)
         assert batch_size == 3 or run.history["rows"] == [6.0, 6.0]
+        assert run.history["seen"] == [54.0, 54.0]
+        assert run.history.keys() == {"accuracy", "loss", "rows", "seen"}
         for name in ("loss", "accuracy"):
             metric = run.history[name]
             np.testing.assert_allclose(metric, [expected[name]] * 2, rtol=1e-5)
+
+
+class MixingStep(CountingStep):
+    """One that returns what depends on a metric and on its batch."""
+
+    def train_step(self, state: Any, data: Any) -> Any:
+        logs, state = super().train_step(state, data)
+        return {**logs, "seen": logs["seen"] + data[0].sum()}, state
+
+
+def test_logs_of_which_no_group_knows_all_are_refused(make):
+    with make(local_steps=3).scope():
+        model = MixingStep()
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy())
+    with pytest.raises(kd.errors.StructureTypeError, match=r"log 'seen'(.|\n)*Fix"):
+        model.fit(X, Y, verbose=0)
 
 
 def test_logs_of_a_batch_are_those_of_whole_rounds(make):
@@ -545,7 +563,7 @@ def test_slots_of_a_worker_that_is_frozen(own_cluster, make, caplog):
 
 
 def test_a_worker_that_comes_late_gets_a_group(own_cluster, make):
-    """From one that has several; its slots travel once."""
+    """From one that has several; its slots travel once, and are dropped there."""
     own_cluster.kill("worker", 0)
     strategy = make(local_steps=2, local_slots=True)
     keras.utils.set_random_seed(5)
@@ -554,6 +572,7 @@ def test_a_worker_that_comes_late_gets_a_group(own_cluster, make):
     model.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
     held = strategy.cluster.slots_of(slots_of(model))
     assert [held.holder_of(group) for group in (0, 1)] == [1, 1]
+    before = [held.round_of(group, 1) for group in (0, 1)]
     own_cluster.start("worker", 0)
     first = strategy.cluster.workers[0]
     assert strategy.cluster.queue.wait(
@@ -561,6 +580,9 @@ def test_a_worker_that_comes_late_gets_a_group(own_cluster, make):
     )
     model.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
     assert {held.holder_of(group) for group in (0, 1)} == {0, 1}
+    moved = 0 if held.holder_of(0) == 0 else 1
+    with pytest.raises(kd.errors.UnavailableError, match=f"no slots of group {moved}"):
+        strategy.cluster._slots_on_worker(1, held.number, moved, before[moved])
     ours = values([*model.weights, *slots_of(model)])
     strategy.close()
     strategy = make(local_steps=2)

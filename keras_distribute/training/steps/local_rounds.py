@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -83,6 +83,7 @@ class LocalRounds(ScheduledStep):
         self._round: _Round | None = None
         self._outer: Any = None
         self._own_logs: dict[str, Any] = {}
+        self._names_of_results: list[str] | None = None
         self._has_ended = False
         self._lock = threading.RLock()  # Another thread may save a checkpoint.
 
@@ -110,7 +111,12 @@ class LocalRounds(ScheduledStep):
         """The metrics of the rounds that have ended, and what a step of the user's own
         has returned last.
         """
-        return Logs(self._results, lambda: self._has_ended, lambda: self._own_logs)
+        return Logs(
+            self._results,
+            lambda: self._has_ended,
+            lambda: self._own_logs,
+            self._names_of_results,
+        )
 
     def _begin_metrics(self) -> None:
         self._has_ended = False
@@ -298,8 +304,9 @@ class LocalRounds(ScheduledStep):
             new, logs = steps.made(with_logs=metrics != steps.names_of_logs)
         # Of the sums of all groups, which the coordinator has, one knows a part.
         if logs is not None:
-            known = steps.of_metrics & metrics
-            logs = {name: log for name, log in logs.items() if name not in known}
+            logs = {n: log for n, log in logs.items() if n not in steps.of_metrics}
+            self._names_of_results = list(steps.of_metrics)
+            self._results.others = _results_of(steps.of_metrics, metrics)
         for i, value in steps.own_changes(new):
             scope.add_update(([*groups.others, *groups.metrics][i], value))
         means, sums = steps.of_servers(new)
@@ -317,6 +324,30 @@ class LocalRounds(ScheduledStep):
             "own_sums": steps.own_sums(new),
             "logs": logs,
         }
+
+
+def _results_of(
+    logs: Mapping[str, Callable[[Sequence[Any]], Any] | None], metrics: Collection[str]
+) -> dict[str, Callable[[Sequence[Any]], Any]]:
+    """Those logs that are computed from metrics, and are none of their results, each
+    as a function of the values of metrics.
+
+    Raises:
+        StructureTypeError: For one that needs something else of the last step.
+    """
+    found: dict[str, Callable[[Sequence[Any]], Any]] = {}
+    for name in logs.keys() - metrics:
+        function = logs[name]
+        if function is None:
+            raise StructureTypeError(
+                "Groups of local steps know a part of each metric, so what a step "
+                "returns is computed from metrics alone, or from none.",
+                received=f"the log {name!r} of train_step.",
+                fix="a log for metric.result(), and another one for the rest; or a "
+                "metric of its own, keras.metrics.Mean, for both.",
+            )
+        found[name] = function
+    return found
 
 
 def _as_numpy(leaf: Any) -> Any:

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import core
 
 from keras_distribute._compat.trainer import TrainState
-from keras_distribute.devices.jaxprs import part_of
+from keras_distribute.devices.jaxprs import between, inlined, part_of
 from keras_distribute.scheduling.additions import Change, added_constant, changes_of
 
 
@@ -25,7 +26,8 @@ class LocalSteps:
 
     Attributes:
         names_of_logs: What a step returns.
-        of_metrics: Those of them that depend on variables of metrics.
+        of_metrics: Those of them that depend on variables of metrics, with the function
+            of what these variables are after the step; `None` where there is none.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class LocalSteps:
         self._on_servers = on_servers
         self._old = [*state.others, *state.metrics]
         self.names_of_logs: set[str] = set()
-        self.of_metrics: set[str] = set()
+        self.of_metrics: dict[str, Callable[[Sequence[Any]], Any] | None] = {}
         self._kinds: list[Change] = []
         self._total_constants: list[Any] = []
         self._look_at_all()
@@ -50,30 +52,47 @@ class LocalSteps:
         """
         first = jax.tree.map(lambda array: array[0], run)
         leaves, form = jax.tree.flatten((self._state, first))
-        names: list[str] = []
+        structure: Any = None
 
         def function(*arrays: Any) -> list[Any]:
+            nonlocal structure
             logs, new = self._one(*jax.tree.unflatten(form, arrays))
-            self.names_of_logs = set(logs)
-            names[:] = [name for name in logs for _ in jax.tree.leaves(logs[name])]
-            return [*jax.tree.leaves(new), *map(jax.tree.leaves, logs.values())]
+            made, structure = jax.tree.flatten(logs)
+            return [*jax.tree.leaves(new), *made]
 
         shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in leaves]
         program = jax.make_jaxpr(function)(*shapes)
         sizes = list(map(len, self._state))
         others, metrics = sizes[0], sum(sizes[:3])
         own = [*range(others, others + sizes[1]), *range(metrics, metrics + sizes[3])]
-        outputs = program.jaxpr.outvars[sum(sizes) :]
-        for name, output in zip(names, outputs, strict=True):
-            _, needed = part_of(program, [output])
-            if any(metrics <= i < sum(sizes) for i in needed):
-                self.of_metrics.add(name)
+        self._look_at_logs(inlined(program), range(metrics, sum(sizes)), structure)
         kinds = changes_of(program, own, own)
         constants = [
             added_constant(program, i, i) if kind is Change.ADDED else None
             for i, kind in zip(own, kinds, strict=True)
         ]
         return kinds, constants
+
+    def _look_at_logs(
+        self, program: core.ClosedJaxpr, metrics: range, structure: Any
+    ) -> None:
+        """Notes what a step returns, which follows its new state.
+
+        Args:
+            program: Of the step.
+            metrics: The places of their variables in the state.
+            structure: Of the logs.
+        """
+        made = program.jaxpr.outvars
+        logs = jax.tree.unflatten(structure, made[metrics.stop :])
+        self.names_of_logs = set(logs)
+        for name, log in logs.items():
+            outputs, form = jax.tree.flatten(log)
+            if not set(metrics).isdisjoint(part_of(program, outputs)[1]):
+                alone = between(program, [made[i] for i in metrics], outputs)
+                self.of_metrics[name] = (
+                    None if alone is None else _returning(alone, form)
+                )
 
     def _look_at_all(self) -> None:
         found = list(map(self._look, self._runs))
@@ -167,6 +186,12 @@ class LocalSteps:
             else:
                 means[i] = value
         return means, sums
+
+
+def _returning(program: core.ClosedJaxpr, form: Any) -> Callable[[Sequence[Any]], Any]:
+    """A program, as a function that returns a structure."""
+    run = core.jaxpr_as_fun(program)
+    return lambda given: jax.tree.unflatten(form, run(*given))
 
 
 def _times(constant: Any, steps: int) -> Any:

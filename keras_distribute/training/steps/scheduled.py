@@ -211,10 +211,14 @@ class MetricResults:
     Args:
         strategy: Of the model.
         trainer: The model.
+
+    Attributes:
+        others: What else is computed from the values of metrics, by its name.
     """
 
     def __init__(self, strategy: ParameterServerStrategy, trainer: Any) -> None:
         self._strategy, self._trainer = strategy, trainer
+        self.others: dict[str, Callable[[Sequence[Any]], Any]] = {}
         self._program = jax.jit(self._computed)
 
     def __call__(self) -> dict[str, Any]:
@@ -224,7 +228,8 @@ class MetricResults:
     def _computed(self, values: Sequence[Any]) -> dict[str, Any]:
         pairs = zip(self._trainer.metrics_variables, values, strict=True)
         with keras.StatelessScope(list(pairs)):
-            return self._trainer.get_metrics_result()
+            found = self._trainer.get_metrics_result()
+        return {**found, **{name: each(values) for name, each in self.others.items()}}
 
 
 class Logs(dict[str, Any]):
