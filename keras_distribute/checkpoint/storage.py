@@ -15,11 +15,12 @@ survives a power cut.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import zlib
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Callable, Generator
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -46,6 +47,8 @@ from keras_distribute.errors import (
 )
 from keras_distribute.threads import dropped
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 # Deleting a folder takes many steps: killed among them, a damaged checkpoint would
 # stand there under its name. Renamed first, it is gone at once; the next save empties
 # this, in the background.
@@ -61,7 +64,7 @@ def write(path: str, manifest: Manifest, arrays: Arrays) -> None:
     Raises:
         CheckpointError: If it cannot be written; nothing is left at `path` then.
     """
-    under_way.unfinished.write(lambda: _write(path, manifest, arrays))
+    under_way.unfinished.write(path, lambda: _write(path, manifest, arrays))
 
 
 def _write(path: str, manifest: Manifest, arrays: Arrays) -> None:
@@ -88,6 +91,19 @@ def sync_names(path: str) -> None:
         sync(each)
 
 
+def _uninterrupted(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Calls a function that reads where Ctrl-C cannot break off what Orbax does in
+    threads: it would wait for ever, or its error would pass for one of the files.
+    """
+
+    @functools.wraps(function)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return under_way.unfinished.read(lambda: function(*args, **kwargs))
+
+    return called
+
+
+@_uninterrupted
 def read_manifest(path: str) -> tuple[Manifest, dict[str, ArrayRecord]]:
     """The manifest of the checkpoint at `path`, verified, and with it all files but the
     large ones.
@@ -201,6 +217,7 @@ def _check_files(folder: epath.Path, records: dict[str, FileRecord]) -> None:
         )
 
 
+@_uninterrupted
 def read_arrays(path: str, records: dict[str, ArrayRecord]) -> dict[str, Any]:
     """The arrays of the checkpoint at `path`, verified; of tables in files of their own
     `Blocks`.
@@ -254,6 +271,11 @@ def steps_in(directory: str) -> list[int]:
     was dropped while it saved.
     """
     dropped.settle()
+    return _steps_in(directory)
+
+
+@_uninterrupted
+def _steps_in(directory: str) -> list[int]:
     with _reading(directory):
         return sorted(int(path.name) for path in step_folders(directory))
 
@@ -270,7 +292,7 @@ def remove(directory: str) -> None:
     """Deletes the folder of all steps: renamed first, so that it is gone at once.
     Interrupted meanwhile, it is completed.
     """
-    under_way.unfinished.write(lambda: _remove(directory))
+    under_way.unfinished.write(directory, lambda: _remove(directory))
 
 
 def _remove(directory: str) -> None:
@@ -389,8 +411,8 @@ def _first_line(error: Exception) -> str:
 
 def _close_all() -> None:
     dropped.settle()
-    under_way.unfinished.settle()
     with contextlib.ExitStack() as stack:  # An error in one keeps none from closing.
+        stack.callback(under_way.unfinished.settle)
         for writer in list(under_way.unfinished.writers):
             stack.callback(writer.close)
 
