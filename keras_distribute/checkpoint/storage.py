@@ -18,6 +18,7 @@ import contextlib
 import functools
 import os
 import re
+import stat
 import zlib
 from collections.abc import Callable, Generator
 from typing import Any, ParamSpec, TypeVar
@@ -282,10 +283,22 @@ def _steps_in(directory: str) -> list[int]:
 
 def step_folders(directory: Any) -> list[epath.Path]:
     """The folders of complete checkpoints of steps."""
-    if not epath.Path(directory).is_dir():
+    if not _is_there(directory):
         return []
     paths = ocp.utils.checkpoint_steps_paths(directory)
     return [path for path in paths if _STEP.fullmatch(path.name)]
+
+
+def _is_there(directory: Any) -> bool:
+    """Whether there is such a folder. That is unknown, and an error, where a disk or a
+    store does not answer: `is_dir` says no there, and a run would begin anew.
+    """
+    if "://" in str(directory):
+        return epath.Path(directory).exists()
+    try:
+        return stat.S_ISDIR(os.stat(directory).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def remove(directory: str) -> None:
@@ -313,7 +326,9 @@ def step_path(directory: str, step: int) -> str:
 
 def absolute(path: Any) -> str:
     """The path as Orbax takes it."""
-    return str(epath.Path(path).expanduser().absolute())
+    own = epath.Path(path).expanduser()
+    # Of an object store, `absolute` makes a path below the working directory.
+    return str(own if "://" in str(own) else own.absolute())
 
 
 def save_args(manifest: Manifest, arrays: Arrays) -> Any:
