@@ -325,8 +325,19 @@ def step_path(directory: str, step: int) -> str:
 
 
 def absolute(path: Any) -> str:
-    """The path as Orbax takes it."""
-    own = epath.Path(path).expanduser()
+    """The path as Orbax takes it.
+
+    Raises:
+        CheckpointError: For an address of a kind that Orbax does not know.
+    """
+    try:
+        own = epath.Path(path).expanduser()
+    except KeyError as kind:
+        raise CheckpointError(
+            f"Checkpoints cannot be at addresses that begin with {kind.args[0]}.",
+            received=f"{os.fspath(path)!r}.",
+            fix="gs://bucket/folder, s3://bucket/folder, or a path of this machine.",
+        ) from kind
     # Of an object store, `absolute` makes a path below the working directory.
     return str(own if "://" in str(own) else own.absolute())
 

@@ -367,6 +367,8 @@ def test_a_folder_that_cannot_be_reached_is_not_empty(
     store = CheckpointManager(run.checkpoint, "gs://bucket/run")
     assert store.directory == "gs://bucket/run"
     assert store._folder.path(3) == "gs://bucket/run/3"
+    with pytest.raises(CheckpointError, match=r"begin with hdfs://(.*\n)*.*Fix: gs://"):
+        CheckpointManager(run.checkpoint, "hdfs://host/run")
     kind = type(epath.Path("gs://bucket"))
     monkeypatch.setattr(kind, "is_dir", lambda path: False)
     monkeypatch.setattr(kind, "exists", exists)
