@@ -10,6 +10,7 @@ import threading
 import pytest
 
 from keras_distribute.threads import dropped
+from tests.interruptions import Interrupter
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -123,3 +124,41 @@ def test_a_forked_process_has_its_own_thread():
         timeout=100,
     )
     assert result.stdout.strip() == "0 [0, 0]", result.stderr
+
+
+def test_a_failure_that_cannot_be_shown_does_not_end_the_thread(monkeypatch):
+    def fail(*args):
+        raise OSError("stderr is closed")
+
+    monkeypatch.setattr(sys, "excepthook", fail)
+    ended = []
+    first, second = Owner(), Owner()
+    dropped.when_dropped(first, fail)
+    dropped.when_dropped(second, lambda: ended.append(1))
+    del first
+    dropped.settle()
+    del second
+    dropped.settle()
+    assert ended == [1]
+
+
+def test_an_interruption_ends_no_thread():
+    """Python before 3.13 takes a thread for ended whose `is_alive` was interrupted."""
+
+    def drop():
+        owner = Owner()
+        dropped.when_dropped(owner, lambda: ended.append(1))
+        del owner
+        dropped.settle()
+
+    ended: list[int] = []
+    drop()
+    counter = Interrupter(None)
+    counter(drop)
+    for place in range(counter.count):
+        Interrupter(place)(drop)
+    names = [thread.name for thread in threading.enumerate()]
+    assert names.count("keras_distribute dropped") == 1
+    ended.clear()
+    drop()
+    assert ended == [1]

@@ -170,7 +170,8 @@ class StepFolder:
         except Exception:
             under_way.forget(save)
             raise
-        under_way.begin(save)
+        if save.writer is None:  # Another process writes it.
+            under_way.begin(save)
         self._damaged -= replaced
         self.last_step = step
 

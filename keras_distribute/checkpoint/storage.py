@@ -15,11 +15,13 @@ survives a power cut.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
+import stat
 import zlib
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Callable, Generator
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -46,6 +48,8 @@ from keras_distribute.errors import (
 )
 from keras_distribute.threads import dropped
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 # Deleting a folder takes many steps: killed among them, a damaged checkpoint would
 # stand there under its name. Renamed first, it is gone at once; the next save empties
 # this, in the background.
@@ -61,7 +65,7 @@ def write(path: str, manifest: Manifest, arrays: Arrays) -> None:
     Raises:
         CheckpointError: If it cannot be written; nothing is left at `path` then.
     """
-    under_way.unfinished.write(lambda: _write(path, manifest, arrays))
+    under_way.unfinished.write(path, lambda: _write(path, manifest, arrays))
 
 
 def _write(path: str, manifest: Manifest, arrays: Arrays) -> None:
@@ -88,6 +92,19 @@ def sync_names(path: str) -> None:
         sync(each)
 
 
+def _uninterrupted(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Calls a function that reads where Ctrl-C cannot break off what Orbax does in
+    threads: it would wait for ever, or its error would pass for one of the files.
+    """
+
+    @functools.wraps(function)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return under_way.unfinished.read(lambda: function(*args, **kwargs))
+
+    return called
+
+
+@_uninterrupted
 def read_manifest(path: str) -> tuple[Manifest, dict[str, ArrayRecord]]:
     """The manifest of the checkpoint at `path`, verified, and with it all files but the
     large ones.
@@ -201,6 +218,7 @@ def _check_files(folder: epath.Path, records: dict[str, FileRecord]) -> None:
         )
 
 
+@_uninterrupted
 def read_arrays(path: str, records: dict[str, ArrayRecord]) -> dict[str, Any]:
     """The arrays of the checkpoint at `path`, verified; of tables in files of their own
     `Blocks`.
@@ -254,23 +272,40 @@ def steps_in(directory: str) -> list[int]:
     was dropped while it saved.
     """
     dropped.settle()
+    return _steps_in(directory)
+
+
+@_uninterrupted
+def _steps_in(directory: str) -> list[int]:
     with _reading(directory):
         return sorted(int(path.name) for path in step_folders(directory))
 
 
 def step_folders(directory: Any) -> list[epath.Path]:
     """The folders of complete checkpoints of steps."""
-    if not epath.Path(directory).is_dir():
+    if not _is_there(directory):
         return []
     paths = ocp.utils.checkpoint_steps_paths(directory)
     return [path for path in paths if _STEP.fullmatch(path.name)]
+
+
+def _is_there(directory: Any) -> bool:
+    """Whether there is such a folder. That is unknown, and an error, where a disk or a
+    store does not answer: `is_dir` says no there, and a run would begin anew.
+    """
+    if "://" in str(directory):
+        return epath.Path(directory).exists()
+    try:
+        return stat.S_ISDIR(os.stat(directory).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def remove(directory: str) -> None:
     """Deletes the folder of all steps: renamed first, so that it is gone at once.
     Interrupted meanwhile, it is completed.
     """
-    under_way.unfinished.write(lambda: _remove(directory))
+    under_way.unfinished.write(directory, lambda: _remove(directory))
 
 
 def _remove(directory: str) -> None:
@@ -290,8 +325,21 @@ def step_path(directory: str, step: int) -> str:
 
 
 def absolute(path: Any) -> str:
-    """The path as Orbax takes it."""
-    return str(epath.Path(path).expanduser().absolute())
+    """The path as Orbax takes it.
+
+    Raises:
+        CheckpointError: For an address of a kind that Orbax does not know.
+    """
+    try:
+        own = epath.Path(path).expanduser()
+    except KeyError as kind:
+        raise CheckpointError(
+            f"Checkpoints cannot be at addresses that begin with {kind.args[0]}.",
+            received=f"{os.fspath(path)!r}.",
+            fix="gs://bucket/folder, s3://bucket/folder, or a path of this machine.",
+        ) from kind
+    # Of an object store, `absolute` makes a path below the working directory.
+    return str(own if "://" in str(own) else own.absolute())
 
 
 def save_args(manifest: Manifest, arrays: Arrays) -> Any:
@@ -389,8 +437,8 @@ def _first_line(error: Exception) -> str:
 
 def _close_all() -> None:
     dropped.settle()
-    under_way.unfinished.settle()
     with contextlib.ExitStack() as stack:  # An error in one keeps none from closing.
+        stack.callback(under_way.unfinished.settle)
         for writer in list(under_way.unfinished.writers):
             stack.callback(writer.close)
 

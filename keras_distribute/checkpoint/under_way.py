@@ -12,10 +12,12 @@ import dataclasses
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from keras_distribute.cluster import agreement
 from keras_distribute.threads.uninterrupted import Calls
+
+_T = TypeVar("_T")
 
 
 class Writing(Protocol):
@@ -63,18 +65,49 @@ class _Unfinished:
     def __init__(self) -> None:
         self.saves: dict[str, Save] = {}
         self.writers: set[Any] = set()
-        self._calls = Calls("keras_distribute checkpoint")
-        self._lock = threading.RLock()
+        self._writes = Calls("keras_distribute checkpoint")
+        self._failed: tuple[str, Exception] | None = None  # Which path's, and why.
+        self._writing = threading.RLock()
+        self._reads = Calls("keras_distribute reading")
+        self._reading = threading.RLock()
 
-    def write(self, function: Callable[[], None]) -> None:
-        """Writes what is no step of a manager, also if the caller is interrupted."""
-        with self._lock:
-            self._calls.run(function)
+    def write(self, path: str, function: Callable[[], None]) -> None:
+        """Writes what is no step of a manager, also if the caller is interrupted.
 
-    def settle(self) -> None:
-        """Waits for a write whose caller was interrupted."""
-        with self._lock:
-            self._calls.settle()
+        Raises the error of the function, or of one before whose caller was interrupted.
+        """
+
+        def call() -> None:
+            try:
+                function()
+            except Exception as error:
+                self._failed = (path, error)
+
+        with self._writing:
+            self.settle()
+            self._writes.run(call)
+            self.settle()
+
+    def settle(self, path: str | None = None) -> None:
+        """Waits for a write whose caller was interrupted; raises its error, once.
+
+        Args:
+            path: Raise only what this path could not be written for.
+        """
+        with self._writing:
+            self._writes.settle()
+            if self._failed is not None:
+                failed, error = self._failed
+                if path is None or _key(failed) == _key(path):
+                    self._failed = None
+                    raise error
+
+    def read(self, function: Callable[[], _T]) -> _T:
+        """Calls a function where no interruption can break Orbax's threads."""
+        results: list[_T] = []
+        with self._reading:
+            self._reads.run(lambda: results.append(function()))
+        return results[0]
 
 
 unfinished = _Unfinished()
@@ -137,7 +170,7 @@ def before_reading(path: str, num_processes: int) -> None:
 
     A save that is under way beside it also ends first, since it may delete it.
     """
-    unfinished.settle()
+    unfinished.settle(path)
     save, error = finish(_folder_of(path), num_processes)
     if error is not None and save is not None and _key(save.path) == _key(path):
         forget(save)

@@ -120,8 +120,15 @@ class Writer:
         """
         with self._lock:
             self.wait()
-            self._call(lambda: self._save(save, manifest, arrays, replaced))
-            if self._manifests.failure is not None:
+
+            def call() -> None:
+                try:
+                    self._save(save, manifest, arrays, replaced)
+                except Exception as error:
+                    self._failure = error
+
+            self._call(call)
+            if self._failure is not None or self._manifests.failure is not None:
                 self.wait()
 
     def finish(self) -> Exception | None:

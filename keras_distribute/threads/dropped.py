@@ -25,27 +25,34 @@ class _Closer:
         self.queue: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self.unfinished: list[Callable[[], Any]] = []
         self._starting = threading.Lock()
+        # It never ends. (Interrupted, `Thread.is_alive` takes one that runs for one
+        # that has ended.)
         self.thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Starts the thread."""
         with self._starting:
-            if self.thread is None or not self.thread.is_alive():
+            if self.thread is None:
                 name = "keras_distribute dropped"
-                self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-                self.thread.start()
+                args = (calls := queue.SimpleQueue[Callable[[], Any]](),)
+                thread = threading.Thread(
+                    target=self._run, args=args, name=name, daemon=True
+                )
+                thread.start()
+                self.queue, self.thread = calls, thread
 
     def put(self, close: Callable[[], Any]) -> None:
         self.unfinished.append(close)
         self.queue.put(close)
 
-    def _run(self) -> None:
+    def _run(self, calls: queue.SimpleQueue[Callable[[], Any]]) -> None:
         while True:
-            close = self.queue.get()
+            close = calls.get()
             try:
                 close()
             except BaseException as error:
-                sys.excepthook(type(error), error, error.__traceback__)
+                with contextlib.suppress(BaseException):
+                    sys.excepthook(type(error), error, error.__traceback__)
             with contextlib.suppress(ValueError):  # What only waits is not in it.
                 self.unfinished.remove(close)
             del close
@@ -76,12 +83,11 @@ def when_dropped(owner: object, close: Callable[[], Any]) -> weakref.finalize[..
 def settle() -> None:
     """Waits until all that was dropped before is closed."""
     thread = _closer.thread
-    if thread is None or not thread.is_alive() or thread is threading.current_thread():
+    if thread is None or thread is threading.current_thread():
         return
     if not _closer.unfinished:
         return  # To wait for the thread takes 0.2 ms.
     done = threading.Lock()
     done.acquire()
     _closer.queue.put(done.release)
-    while not done.acquire(timeout=1.0) and thread.is_alive():
-        pass
+    done.acquire()

@@ -19,6 +19,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from etils import epath
 
 from keras_distribute.checkpoint import Checkpoint, CheckpointManager, storage
 from keras_distribute.errors import CheckpointError, DamagedCheckpointError
@@ -349,6 +350,30 @@ def test_a_link_to_a_step_elsewhere_is_deleted_without_it(run: Run) -> None:
         manager.save(4)
     assert run.manager().all_steps() == [3, 4]
     assert run.checkpoint.restore(elsewhere).step == 1
+
+
+def test_a_folder_that_cannot_be_reached_is_not_empty(
+    run: Run, tmp_path: pathlib.Path, monkeypatch: Any
+) -> None:
+    """A run would begin anew: a disk, or a store, that does not answer."""
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    manager = CheckpointManager(run.checkpoint, tmp_path / "loop")
+    with pytest.raises(CheckpointError, match=r"loop' cannot be read.*(\n.*)*OSError"):
+        manager.restore_or_initialize()
+
+    def exists(path: epath.Path) -> bool:
+        raise RuntimeError("Could not resolve host")
+
+    store = CheckpointManager(run.checkpoint, "gs://bucket/run")
+    assert store.directory == "gs://bucket/run"
+    assert store._folder.path(3) == "gs://bucket/run/3"
+    with pytest.raises(CheckpointError, match=r"begin with hdfs://(.*\n)*.*Fix: gs://"):
+        CheckpointManager(run.checkpoint, "hdfs://host/run")
+    kind = type(epath.Path("gs://bucket"))
+    monkeypatch.setattr(kind, "is_dir", lambda path: False)
+    monkeypatch.setattr(kind, "exists", exists)
+    with pytest.raises(CheckpointError, match=r"run' cannot be read.*(\n.*)*resolve"):
+        store.restore_or_initialize()
 
 
 def test_a_folder_that_cannot_be_written_to(run: Run) -> None:

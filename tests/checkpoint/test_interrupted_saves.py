@@ -4,10 +4,12 @@ and what was being written is written.
 
 from __future__ import annotations
 
+import errno
 import os
 import pathlib
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +20,7 @@ import pytest
 
 import keras_distribute as kd
 from keras_distribute.checkpoint.manifest_item import ManifestHandler
+from keras_distribute.errors import CheckpointError
 from tests.interruptions import Interrupter
 
 from .support import assert_same_bits, bits, scope
@@ -38,7 +41,7 @@ class CtrlC:
         self, monkeypatch: Any, owner: Any, name: str, *, after: bool = False
     ) -> None:
         original = getattr(owner, name)
-        self.is_due = False
+        self.is_due = self.has_struck = False
 
         def called(*args: Any, **kwargs: Any) -> Any:
             if not after:
@@ -58,7 +61,7 @@ class CtrlC:
 
     def _strike(self) -> None:
         if self.is_due:
-            self.is_due = False
+            self.is_due, self.has_struck = False, True
             interrupt()
 
 
@@ -241,3 +244,70 @@ def test_a_backup_goes_on(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
     CtrlC(monkeypatch, ocp.CheckpointManager, "save")(fit_and_save)
     assert os.path.exists(tmp_path / "b" / "0" / "manifest")
     assert_same_bits(fit_and_save(), fit())
+
+
+def failing_once(monkeypatch: Any, owner: Any) -> CtrlC:
+    """Interrupts the caller of Orbax's `save`, which then finds no room."""
+    original, failures = owner.save, [OSError(errno.ENOSPC, "No space left")]
+
+    def save(*args: Any, **kwargs: Any) -> Any:
+        if ctrl_c.has_struck and failures:
+            raise failures.pop()
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, "save", save)
+    ctrl_c = CtrlC(monkeypatch, owner, "save")
+    return ctrl_c
+
+
+@pytest.mark.parametrize("call", ["save", "restore", "wait", "close"])
+def test_an_interrupted_save_that_fails_is_told(
+    call: str, saved: Saved, monkeypatch: Any
+) -> None:
+    manager = saved.manager()
+    saved.save(manager)
+    failing_once(monkeypatch, ocp.CheckpointManager)(lambda: saved.save(manager))
+    with pytest.raises(CheckpointError, match=r"'.*/1' could not .*(\n.*)*No space"):
+        getattr(manager, call)()
+    assert manager.all_steps() == [0]
+    saved.save(manager)
+    saved.check(manager)
+    manager.close()
+    assert manager.all_steps() == [0, 1]
+
+
+def test_an_interrupted_checkpoint_that_fails_is_told(
+    saved: Saved, monkeypatch: Any
+) -> None:
+    prefix = saved.folder / "c"
+    first = saved.checkpoint.save(prefix)
+    ctrl_c = failing_once(monkeypatch, ocp.Checkpointer)
+    ctrl_c(lambda: saved.checkpoint.save(prefix))
+    saved.checkpoint.read(first)
+    with pytest.raises(CheckpointError, match=r"c-2' could not .*(\n.*)*No space"):
+        saved.checkpoint.restore(f"{prefix}-2")
+    assert saved.checkpoint.save(prefix) == f"{prefix}-3"
+
+    failing_once(monkeypatch, ocp.Checkpointer)(lambda: saved.checkpoint.save(prefix))
+    with pytest.raises(CheckpointError, match=r"c-4' could not .*(\n.*)*No space"):
+        saved.checkpoint.save(saved.folder / "other")
+    assert saved.checkpoint.save(prefix) == f"{prefix}-5"
+
+
+def test_reading_is_interrupted(saved: Saved) -> None:
+    """No Ctrl-C is taken for damage, nor waits for threads that it has broken."""
+    manager = saved.manager()
+    saved.save(manager)
+    saved.save(manager)
+    manager.wait()
+    calls = (manager.all_steps, lambda: manager.restore(fallback=True))
+    for call in calls:
+        call()
+        counter = Interrupter(None)
+        counter(call)
+        for place in range(3, counter.count, counter.count // 40):
+            interrupter = Interrupter(place)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                interrupter(call)
+    assert manager.restore(fallback=True).step == 1
