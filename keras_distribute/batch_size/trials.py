@@ -29,13 +29,10 @@ class Trials:
     """Tries batches of a model.
 
     Args:
-        trainer: A built model.
-        strategy: Its strategy; `None` for none.
         batch: Rows to try with, on the host.
         saved: The values of all that a step changes.
         memory_limit: The bytes that a step may take of each device; `None` for what
             the devices have.
-        count: How many steps to run.
         asked: The user's arguments that decide which batches are tried.
 
     Attributes:

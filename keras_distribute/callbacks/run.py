@@ -51,8 +51,6 @@ class Run:
     the others the one between two passes.
 
     Args:
-        model: The model that `fit` trains.
-        callbacks: Keras's list of the callbacks of the `fit`.
         own: The `BackupAndRestore` among them, which comes last.
         options: Its arguments.
     """

@@ -20,11 +20,7 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def alone(topic: str) -> Generator[None]:
-    """For the `with` block, this thread does what the others wait for.
-
-    Args:
-        topic: What that is.
-    """
+    """For the `with` block, this thread does what the others wait for."""
     before, _thread.topic = _thread.topic, topic
     try:
         yield

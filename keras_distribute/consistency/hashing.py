@@ -34,7 +34,6 @@ def of_arrays(arrays: Sequence[jax.Array], layout: Layout) -> jax.Array:
     """The hashes, on their devices.
 
     Args:
-        arrays: On one mesh.
         layout: Which of them are hashed together, as one row.
 
     Returns:
@@ -62,9 +61,6 @@ def of_own_parts(arrays: Sequence[jax.Array]) -> jax.Array:
     """The hash of each device's part of each array, in which words have the places
     that they have in the whole: the sum over the parts is the hash of the whole,
     however it is divided.
-
-    Args:
-        arrays: On one mesh.
 
     Returns:
         Of shape `(devices, len(arrays), 2)`, split over the devices of the mesh.

@@ -60,7 +60,6 @@ def write(
     """Keeps a step; every process writes what it has.
 
     Args:
-        hashes: Of its results.
         step: How many steps were taken before it.
     """
     folder.mkdir(parents=True, exist_ok=True)

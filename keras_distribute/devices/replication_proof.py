@@ -38,7 +38,6 @@ def equal_on_all_replicas(
     """Which outputs of `program` are the same on every replica.
 
     Args:
-        program: A traced program of one replica.
         inputs: For each of its inputs, whether it is the same on every replica.
     """
     return _outputs(program.jaxpr, list(inputs))

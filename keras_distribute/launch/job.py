@@ -46,7 +46,6 @@ class Job:
     """Processes that run the same command, each with its own environment.
 
     Args:
-        command: What each runs.
         num_local: How many run on this host.
         first: The number of the first of them.
         num_processes: How many there are on all hosts; as many as here by default.

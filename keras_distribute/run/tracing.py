@@ -50,8 +50,6 @@ def traced(
     """The trace of a call, and the variables that are its first inputs.
 
     Args:
-        function: Called with one replica's arguments.
-        mode: The context that `function` sees.
         guess: Variables that it probably uses.
 
     Raises:
@@ -205,11 +203,7 @@ def unwrapped(leaf: Any, how: str) -> Any:
 
 
 def holding_error(leaf: Any, how: str) -> StructureTypeError:
-    """The error for an object that would keep arrays of a trace beyond it.
-
-    Args:
-        how: As of `unwrapped`.
-    """
+    """The error for an object that would keep arrays of a trace beyond it."""
     return StructureTypeError(
         f"The function {how} returned an object that holds arrays and is no "
         "structure of them.",

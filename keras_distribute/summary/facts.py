@@ -152,7 +152,6 @@ def groups_of(
     """The variables of one object, by their groups.
 
     Args:
-        thing: A model, layer, optimizer, metric or variable.
         what: Is of such things, as an error says.
         method: Of a strategy, which was given it.
 

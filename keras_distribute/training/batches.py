@@ -38,7 +38,6 @@ class Placed(NamedTuple):
     """A batch on devices.
 
     Args:
-        data: The structure of placed arrays.
         rows: The true number of rows of each leaf, or of each replica's part of it, or
             `WHOLE`.
         spread: The rows of the first leaf, and the number of replicas that they are

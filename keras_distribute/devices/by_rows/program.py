@@ -198,10 +198,8 @@ def of_one_replica(
     """The program of each replica's rows.
 
     Args:
-        program: Over all rows.
         rows: Of each of its inputs the dimension that is divided over the replicas, or
             `None`.
-        replicas: How many.
         sums: How to sum over the replicas what `jax.ad_checkpoint.checkpoint_name`
             gave a name, by that name, up to a colon in it.
         watch: Sees what is summed so; its results follow the program's own.
@@ -260,12 +258,7 @@ def of_one_replica(
 
 
 class _Evaluation:
-    """Evaluates programs, each operation by its rule.
-
-    Args:
-        sums: How to sum what has a name.
-        watch: Sees what is summed so.
-    """
+    """Evaluates programs, each operation by its rule."""
 
     def __init__(self, sums: dict[str, Total], watch: Watch | None) -> None:
         self._sums, self._watch = sums, watch

@@ -86,7 +86,6 @@ class Transposed:
     """A sum over rows, its dimensions in another order.
 
     Args:
-        total: The sum.
         order: Which dimension of the sum each one is.
     """
 

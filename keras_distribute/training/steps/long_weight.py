@@ -30,7 +30,6 @@ class FlatStep:
     Args:
         order: Where the slots of each weight are among an optimizer's variables.
         small: Which trainable variables are parts of the long weight.
-        state: The state of the training step.
         places: Those in it that are divided among the replicas.
     """
 

@@ -63,10 +63,8 @@ class StepState(Holder):
     """The state that a step takes and returns, as a flat list of arrays.
 
     Args:
-        groups: The variables behind Keras's groups of values.
         packing: Which of them share a buffer; `None` if none do.
         components: Those whose components on the replicas the step takes.
-        placement: Of their strategy.
     """
 
     def __init__(

@@ -70,13 +70,7 @@ class _Faults(NamedTuple):
 
 
 class StepPrograms:
-    """What a step is compiled to.
-
-    Args:
-        strategy: Where it runs.
-        carried: The step.
-        groups: The variables behind the state.
-    """
+    """What a step is compiled to."""
 
     def __init__(
         self, strategy: Strategy, carried: CarriedStep, groups: Sequence[list[Any]]
