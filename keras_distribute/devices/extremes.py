@@ -22,7 +22,7 @@ _SCATTERED = {
 
 
 def with_nans(rows: int | None) -> Rewriting:
-    """Those in a program whose arrays XLA divides are NaN where one of the numbers is."""
+    """Extremes in a program that XLA divides are NaN where one of the numbers is."""
 
     def is_one(eqn: Any) -> bool:
         name = eqn.primitive.name
