@@ -284,10 +284,7 @@ class _Evaluation:
         closed = core.ClosedJaxpr(program.jaxpr, consts)
 
         def rule(eqn: Any, given: list[Any]) -> list[Value]:
-            operands = [
-                literal(atom) if isinstance(atom, core.Literal) else v.settled
-                for atom, v in zip(eqn.invars, given, strict=True)
-            ]
+            operands = [value.settled for value in given]
             inner = jaxprs.called(eqn)
             if inner is None or eqn.primitive.name in jaxprs.RECOMPUTED:
                 return self._results(eqn, operands, replica)
@@ -298,11 +295,7 @@ class _Evaluation:
             except MixedRows as mixed:
                 raise mixed.inside(str(eqn.source_info.name_stack)) from None
 
-        results = jaxprs.evaluated(closed, list(values), rule)
-        return [
-            literal(atom) if isinstance(atom, core.Literal) else v
-            for atom, v in zip(program.jaxpr.outvars, results, strict=True)
-        ]
+        return jaxprs.evaluated(closed, values, rule, literal)
 
     def _results(
         self, eqn: Any, operands: list[Value], replica: Replica
