@@ -42,14 +42,17 @@ class FlatStep:
         state: TrainState,
         places: Sequence[Place],
     ) -> None:
-        self._trainer, self._order = trainer, order
-        self._small, count = small, len(state.weights)
+        self._trainer, self._small, count = trainer, small, len(state.weights)
         self._large = [i for i in range(count) if i not in set(small)]
-        self._ones, self._slots_of = compat_optimizer.slot_places(order, count)
-        slots = [
-            [(_SLOTS, self._slots_of[i][j]) for i in small]
-            for j in range(len(self._slots_of[0]))
-        ]
+        ones, own = compat_optimizer.slot_places(order, count)
+        slots = [[(_SLOTS, own[i][j]) for i in small] for j in range(len(own[0]))]
+        # Of what is carried: the slots of the long weight; of all others the places.
+        new_ones, (self._long, *new_own) = compat_optimizer.slot_places(
+            order, 1 + len(self._large)
+        )
+        self._others = list(zip(new_ones, ones, strict=True))
+        for new, i in zip(new_own, self._large, strict=True):
+            self._others += zip(new, own[i], strict=True)
         self._num_buffers = 1 + len(slots)
         self._size = sum(state.weights[i].size for i in small)
         long = self._size + -self._size % strategy.num_replicas_in_sync
@@ -148,30 +151,22 @@ class FlatStep:
         return [by_place[i] for i in range(len(places))]
 
     def _carried_slots(self, buffers: list[Any], slots: list[Any]) -> list[Any]:
-        ones, own = compat_optimizer.slot_places(self._order, 1 + len(self._large))
-        carried: list[Any] = [None] * (len(ones) + sum(map(len, own)))
-        for place, i in zip(ones, self._ones, strict=True):
-            carried[place] = slots[i]
-        for place, buffer in zip(own[0], buffers[1 : self._num_buffers], strict=True):
-            carried[place] = buffer
-        for places, i in zip(own[1:], self._large, strict=True):
-            for place, j in zip(places, self._slots_of[i], strict=True):
-                carried[place] = slots[j]
+        carried: list[Any] = [None] * (len(self._long) + len(self._others))
+        for new, buffer in zip(self._long, buffers[1 : self._num_buffers], strict=True):
+            carried[new] = buffer
+        for new, old in self._others:
+            carried[new] = slots[old]
         return carried
 
     def _packed(self, carried: TrainState, before: TrainState) -> Packed:
         """What the next step gets: the carried state in its buffers and places."""
-        ones, own = compat_optimizer.slot_places(self._order, 1 + len(self._large))
         weights, slots = list(before.weights), list(before.slots)
         for i, value in zip(self._large, carried.weights[1:], strict=True):
             weights[i] = value
-        for place, i in zip(ones, self._ones, strict=True):
+        for place, i in self._others:
             slots[i] = carried.slots[place]
-        for places, i in zip(own[1:], self._large, strict=True):
-            for place, j in zip(places, self._slots_of[i], strict=True):
-                slots[j] = carried.slots[place]
         new = carried._replace(weights=weights, slots=slots)
-        flat = [carried.weights[0], *(carried.slots[place] for place in own[0])]
+        flat = [carried.weights[0], *(carried.slots[place] for place in self._long)]
         flat = [buffer_slices.filled_up(buffer, self._size) for buffer in flat]
         rest = [
             self.packing.joined(new, i)
