@@ -106,11 +106,7 @@ class Run:
     def _keras_distribute_state_of_all(
         self, states: list[dict[str, Any]]
     ) -> dict[str, Any]:
-        """The state for this process, from those of another number of processes.
-
-        Raises:
-            CheckpointError: Where each of them read data of its own.
-        """
+        """The state for this process, from those of another number of processes."""
         if len({pickle.dumps(state["data"]) for state in states}) > 1:
             raise CheckpointError(
                 f"Each of {len(states)} processes had read other data, of its own, "

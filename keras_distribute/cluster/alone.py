@@ -38,9 +38,6 @@ def check_together(what: str) -> None:
 
     Args:
         what: That is, at the beginning of a sentence.
-
-    Raises:
-        ContextError: In what the others wait for.
     """
     if _thread.topic is not None:
         raise ContextError(

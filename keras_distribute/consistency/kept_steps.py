@@ -96,11 +96,7 @@ def write(
 
 
 def about(folder: pathlib.Path) -> dict[str, Any]:
-    """What a folder has.
-
-    Raises:
-        CheckpointError: Where it is no kept step.
-    """
+    """What a folder has."""
     path = folder / _ABOUT
     if not path.is_file():
         raise CheckpointError(

@@ -215,11 +215,7 @@ class Job:
 
 
 def _with_parent(command: Sequence[str]) -> list[str]:
-    """A command that ends with this process, where the system can do that.
-
-    Raises:
-        FileNotFoundError: For a program that does not exist.
-    """
+    """A command that ends with this process, where the system can do that."""
     if shutil.which(command[0]) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
     if sys.platform != "linux":

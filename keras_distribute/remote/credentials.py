@@ -115,11 +115,7 @@ class Gate:
 
 
 def of_job() -> Credentials:
-    """The credentials of this job, by the environment.
-
-    Raises:
-        ClusterError: Where the job has no token.
-    """
+    """The credentials of this job, by the environment."""
     token = signing.token_of_job()
     if token is None:
         raise ClusterError(

@@ -187,9 +187,6 @@ def unwrapped(leaf: Any, how: str) -> Any:
 
     Args:
         how: Whose function it is, for the error's text.
-
-    Raises:
-        StructureTypeError: For an object that holds arrays.
     """
     if isinstance(leaf, PerReplica) and leaf.local is not None:
         return jnp.asarray(leaf.local)
@@ -274,9 +271,6 @@ def check_kept(variable: Any, value: Any, trace: Any) -> None:
 
     Args:
         trace: Of the code around that function, as `current_trace` gives it.
-
-    Raises:
-        VariableScopeError: Names the variable.
     """
     if jax_internals.is_of_inner_function(value, trace):
         raise VariableScopeError(

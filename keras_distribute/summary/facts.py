@@ -154,9 +154,6 @@ def groups_of(
     Args:
         what: Is of such things, as an error says.
         method: Of a strategy, which was given it.
-
-    Raises:
-        StructureTypeError: For anything that has no variables.
     """
     if isinstance(thing, keras.Variable):
         yield "weights" if thing.trainable else "state", [thing]

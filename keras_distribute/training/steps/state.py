@@ -227,11 +227,7 @@ class ArrayState:
         self.landing: Landing = [(None, leaves)]
 
     def take(self) -> list[Any]:
-        """The arrays.
-
-        Raises:
-            ContextError: If one is deleted.
-        """
+        """The arrays."""
         arrays = self.landing[-1][1]
         deleted = first_deleted(arrays)
         if deleted is not None:

@@ -359,9 +359,6 @@ def form_of_array(array: Any) -> jax.ShapeDtypeStruct:
 def _leaves_like(old: Any, new: Any) -> list[Any]:
     """The new state's arrays, in the form of the old one's: a step may be the user's
     own.
-
-    Raises:
-        ValueStructureError: Where they cannot be.
     """
     if isinstance(old, tuple) and isinstance(new, tuple | list):
         new = tuple(list(group) for group in new)
