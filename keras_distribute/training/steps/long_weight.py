@@ -28,7 +28,6 @@ class FlatStep:
     """A training step on packed state, for `strategy`.
 
     Args:
-        order: Where the slots of each weight are among an optimizer's variables.
         small: Which trainable variables are parts of the long weight.
         places: Those in it that are divided among the replicas.
     """
@@ -37,22 +36,14 @@ class FlatStep:
         self,
         trainer: Any,
         strategy: Strategy,
-        order: list[int],
         small: list[int],
         state: TrainState,
         places: Sequence[Place],
     ) -> None:
         self._trainer, self._small, count = trainer, small, len(state.weights)
         self._large = [i for i in range(count) if i not in set(small)]
-        ones, own = compat_optimizer.slot_places(order, count)
+        ones, own = compat_optimizer.slot_places(trainer.optimizer)
         slots = [[(_SLOTS, own[i][j]) for i in small] for j in range(len(own[0]))]
-        # Of what is carried: the slots of the long weight; of all others the places.
-        new_ones, (self._long, *new_own) = compat_optimizer.slot_places(
-            order, 1 + len(self._large)
-        )
-        self._others = list(zip(new_ones, ones, strict=True))
-        for new, i in zip(new_own, self._large, strict=True):
-            self._others += zip(new, own[i], strict=True)
         self._num_buffers = 1 + len(slots)
         self._size = sum(state.weights[i].size for i in small)
         long = self._size + -self._size % strategy.num_replicas_in_sync
@@ -63,6 +54,11 @@ class FlatStep:
                 trainer.optimizer,
                 [((long,), dtype), *((w.shape, w.dtype.name) for w in large)],
             )
+        # Of what is carried: the slots of the long weight; of all others the places.
+        new_ones, (self._long, *new_own) = compat_optimizer.slot_places(self._optimizer)
+        self._others = list(zip(new_ones, ones, strict=True))
+        for new, i in zip(new_own, self._large, strict=True):
+            self._others += zip(new, own[i], strict=True)
         divided = [False] + [strategy.placement.shard_optimizer_state] * len(slots)
         self.packing = Packing(
             state,
@@ -100,14 +96,11 @@ class FlatStep:
         ]
         if len(small) < packed_state.MANY:
             return None
-        # It makes small optimizers, to look at them.
-        with context.entered(context.default_strategy().top_frame):
-            order = compat_optimizer.slots_by_element(
-                trainer.optimizer, trainer.trainable_variables
-            )
-        if order is None or not _slots_match(order, weights, state.slots):
+        optimizer, variables = trainer.optimizer, trainer.trainable_variables
+        alone = compat_optimizer.takes_elements_alone(optimizer, variables)
+        if not alone or not _slots_match(optimizer, weights, state.slots):
             return None
-        return FlatStep(trainer, strategy, order, small, state, places)
+        return FlatStep(trainer, strategy, small, state, places)
 
     def __call__(self, packed: Packed, data: Any) -> tuple[Any, Packed]:
         """The logs and the new state."""
@@ -186,11 +179,9 @@ class FlatStep:
         return state
 
 
-def _slots_match(order: list[int], weights: list[Any], slots: list[Any]) -> bool:
-    """Whether the optimizer's variables are as `order` says, slots like weights."""
-    ones, own = compat_optimizer.slot_places(order, len(weights))
-    if len(ones) + sum(map(len, own)) != len(slots):
-        return False
+def _slots_match(optimizer: Any, weights: list[Any], slots: list[Any]) -> bool:
+    """Whether all weights have slots like themselves, of the same dtypes."""
+    _, own = compat_optimizer.slot_places(optimizer)
     dtypes = [[slots[place].dtype for place in places] for places in own]
     return all(dtype == dtypes[0] for dtype in dtypes) and all(
         slots[place].shape == weight.shape
