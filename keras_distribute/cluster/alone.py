@@ -34,11 +34,7 @@ def is_alone() -> bool:
 
 
 def check_together(what: str) -> None:
-    """Raises where this thread does alone what needs all processes.
-
-    Args:
-        what: That is, at the beginning of a sentence.
-    """
+    """Raises where this thread does alone what needs all processes."""
     if _thread.topic is not None:
         raise ContextError(
             f"{what} involves all processes, and the others wait for this one.",

@@ -35,8 +35,6 @@ class KeptStep:
     """A step that was read.
 
     Args:
-        program: On the devices of this machine.
-        inputs: On these devices.
         specs: How its results are divided.
         hashes: Of its results, on the devices where it ran.
         about: What `step.json` says.
