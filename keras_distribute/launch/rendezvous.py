@@ -39,7 +39,7 @@ _GREETING = re.compile(rb"keras_distribute meets ([0-9a-f]{32})")
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-    """What one host hears: the number of its first process, that of all, and who came."""
+    """What a host hears: the number of its first process, of all, and who came."""
 
     first: int
     num_processes: int
