@@ -81,7 +81,6 @@ def imported(name: str, what: str, fix: str) -> Any:
     """A module of a package that only some programs need.
 
     Args:
-        name: Of the module.
         what: Who needs it.
         fix: How to install it.
 

@@ -137,12 +137,7 @@ def size_pool_for_requested_devices() -> None:
 
 
 def check_pool(num_devices: int) -> None:
-    """Refuses to train on CPU devices whose thread pool would starve.
-
-    Raises:
-        DeviceError: When JAX started its CPU client, with too few threads, before we
-            could choose their number.
-    """
+    """Refuses to train on CPU devices whose thread pool would starve."""
     threads = _chosen.pool_size or _threads_asked_for() or cores()
     if num_devices > threads:
         raise DeviceError(

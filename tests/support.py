@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import keras
 import numpy as np
 
 import keras_distribute as kd
@@ -48,6 +49,15 @@ def central(replicas: int, *args: Any) -> kd.experimental.CentralStorageStrategy
 def mirrored_or_default(replicas: int) -> kd.Strategy:
     """The strategy of that many replicas; for 0 the default one, which is plain Keras."""
     return mirrored(replicas) if replicas else kd.get_strategy()
+
+
+def dense_model(strategy: kd.Strategy, inputs: int, outputs: int = 1) -> Any:
+    """A small compiled model of a strategy."""
+    with strategy.scope():
+        dense = keras.layers.Dense(outputs)
+        model = keras.Sequential([keras.Input((inputs,)), dense])
+        model.compile("sgd", "mse")
+    return model
 
 
 def distributed(

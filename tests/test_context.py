@@ -10,7 +10,7 @@ import pytest
 
 import keras_distribute as kd
 from keras_distribute import errors
-from tests.support import mirrored
+from tests.support import dense_model, mirrored
 
 
 @pytest.fixture
@@ -252,9 +252,7 @@ def test_calls_in_the_wrong_context(strategy):
 
 
 def test_fit_inside_run_is_refused(strategy):
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
+    model = dense_model(strategy, 2)
     with pytest.raises(
         errors.ContextError,
         match="fit, evaluate and predict run on all replicas by themselves",
@@ -291,9 +289,7 @@ def test_get_loss_reduction():
 
 
 def test_a_keras_distribution_around_a_strategy_is_refused(strategy):
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
+    model = dense_model(strategy, 2)
     with keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"]).scope():
         with pytest.raises(
             errors.ContextError,

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 import keras_distribute as kd
 from keras_distribute import errors
 from keras_distribute.devices.over_replicas import over_replicas
-from tests.support import distributed, mirrored
+from tests.support import dense_model, distributed, mirrored
 
 # On 1 nothing is between devices, on 8 each has one replica: the others are between.
 DEVICES = (1, 2, 4, 8) if os.environ.get("EVERY_CASE") else (1, 4)
@@ -540,9 +540,7 @@ def test_the_replica_with_what_is_no_number_is_named(strategies):
     rows = ROWS[:32].copy()
     rows[11] = np.nan
     for strategy in strategies[1:]:
-        with strategy.scope():
-            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])
-            model.compile("sgd", "mse")
+        model = dense_model(strategy, 6, 2)
         with pytest.raises(errors.NonFiniteError, match=r"in x of replica 2 \("):
             model.fit(
                 rows,

@@ -13,7 +13,7 @@ from keras import layers
 
 import keras_distribute as kd
 from keras_distribute import errors
-from tests.support import distributed, mirrored
+from tests.support import dense_model, distributed, mirrored
 
 X = np.ones((4, 2), "float32")
 
@@ -417,9 +417,7 @@ def test_models_around_and_beside(strategy):
             made = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
             seen.append(made.predict(np.ones((3, 2)), verbose=0))
 
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
-        model.compile("sgd", "mse")
+    model = dense_model(strategy, 2)
     model.fit(X, X[:, :1], verbose=0, callbacks=[Beside()])
     assert [s.shape for s in seen] == [(3, 1), (3, 1)]
     assert type(plain.weights[0]) is keras.Variable
@@ -437,9 +435,7 @@ def test_reading_a_variable_in_the_middle_of_an_epoch(strategy):
             np.testing.assert_array_equal(model.weights[0].numpy(), value)
             seen.append(value)
 
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
-        model.compile("sgd", "mse")
+    model = dense_model(strategy, 2)
 
     def step():
         return model.weights[0].value
@@ -484,9 +480,7 @@ def test_arrays_that_another_program_has_deleted(strategy):
 
 def test_a_state_that_a_step_has_deleted(strategy):
     """Of a loop that keeps the arrays by itself, and goes back to old ones."""
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
-        model.compile("sgd", "mse")
+    model = dense_model(strategy, 2)
     model.optimizer.build(model.trainable_variables)
     model.make_train_function()
     groups = (
@@ -507,9 +501,7 @@ def test_a_state_that_a_step_has_deleted(strategy):
 
 
 def test_programs_that_are_not_to_be_compiled_are_refused(strategy):
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
-        model.compile("sgd", "mse")
+    model = dense_model(strategy, 2)
     refused = pytest.raises(errors.ContextError, match=r"Received: jax.disable_jit\(\)")
     for _ in range(2):  # New, and known.
         with jax.disable_jit(), refused:

@@ -236,11 +236,7 @@ def group_size(steps_per_execution: int) -> int | None:
 
 
 def next_group(batches: Iterator[Any], size: int) -> Any:
-    """The next `size` batches, or those that are left, as Keras's function takes them.
-
-    Raises:
-        StopIteration: Where none is left.
-    """
+    """The next batches, at most `size`, as Keras's function takes them."""
     first = next(batches)
     others = itertools.islice(batches, size - 1)
     return data_adapter_utils.PartialBatchList([first, *others])

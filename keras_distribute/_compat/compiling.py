@@ -86,10 +86,6 @@ def program_of(lowered: Any, options: Mapping[str, Any] | None = None) -> Progra
     """What JAX would give to the compiler of a `jax.stages.Lowered`; the
     `jax.stages.Compiled` where JAX has compiled the same before. The caller holds
     `launches.tracing`.
-
-    Args:
-        lowered: The program.
-        options: Of the compiler, for this program alone.
     """
     thread, compile_it = threading.get_ident(), compiler.compile_or_get_cached
 

@@ -192,11 +192,7 @@ def test_steps(original: Generator[Any], follower: Follower) -> Generator[Any]:
 
 
 class Group(Iterator[Any]):
-    """The batches of one group of steps.
-
-    Args:
-        batches: Where they come from.
-    """
+    """The batches of one group of steps."""
 
     def __init__(self, batches: Iterator[Any], size: int) -> None:
         self._batches, self.size = batches, size

@@ -42,6 +42,7 @@ check(
     "_use_weight_decay",
 )
 check(optimizers.Adafactor, "_c", "_r")
+check(optimizers.Nadam, "_u_product")
 check(Variable, "_name", "_path")
 
 _WEIGHT = "_keras_distribute_weight"  # Of a slot: the weight that it belongs to.
@@ -155,37 +156,18 @@ _BY_ELEMENT = (
 )
 
 
-def slot_places(
-    order: list[int], num_weights: int
-) -> tuple[list[int], list[list[int]]]:
-    """Among an optimizer's variables the indices of those that belong to no weight, and
-    of the slots of each weight; `order` is that of `slots_by_element`.
-    """
-    ones: list[int] = []
-    own: list[list[int]] = [[] for _ in range(num_weights)]
-    index = 0
-    for run in order:
-        if run == 0:
-            ones.append(index)
-            index += 1
-        for weight in range(num_weights if run else 0):
-            own[weight] += range(index, index + run)
-            index += run
-    return ones, own
-
-
-def slots_by_element(optimizer: Any, variables: list[Any]) -> list[int] | None:
-    """In order, how many slots of each weight come together, and 0 for a variable that
-    belongs to no weight; `None` for an optimizer that does not treat each element of
-    `variables` alone.
-    """
+def takes_elements_alone(optimizer: Any, variables: list[Any]) -> bool:
+    """Whether it was built for `variables`, and treats each element of them alone."""
     if type(optimizer) not in _BY_ELEMENT or not optimizer.built:
-        return None
+        return False
     targets = optimizer._trainable_variables
-    if len(targets) != len(variables) or any(
-        a is not b for a, b in zip(targets, variables, strict=True)
-    ):
-        return None
+    if list(map(id, targets)) != list(map(id, variables)):
+        return False
+    nadams = getattr(optimizer, "_u_product", None)
+    known = (optimizer._iterations, optimizer._learning_rate, nadams)
+    ones = [optimizer.variables[i] for i in slot_places(optimizer)[0]]
+    if any(all(one is not each for each in known) for one in ones):
+        return False  # A variable of the user's own, or a slot that is not known.
     excluded = getattr(optimizer, "_exclude_from_weight_decay", None) or getattr(
         optimizer, "_exclude_from_weight_decay_pattern", None
     )
@@ -197,10 +179,7 @@ def slots_by_element(optimizer: Any, variables: list[Any]) -> list[int] | None:
     own_rules = any(
         v.constraint is not None or takes_gradient_as_value(v) for v in variables
     )
-    if by_weight or own_rules or own_methods(optimizer):
-        return None
-    like = _clone(optimizer, _like([((2,), "float32"), ((3,), "float32")]))
-    return _order_of([tuple(variable.shape) for variable in like.variables])
+    return not (by_weight or own_rules or own_methods(optimizer))
 
 
 def same_for(optimizer: Any, weights: list[tuple[tuple[int, ...], Any]]) -> Any:
@@ -227,6 +206,17 @@ def slot_weights(optimizer: Any) -> list[int | None]:
         for means in (optimizer._r, optimizer._c):
             found |= {id(each): i for i, each in enumerate(means)}
     return [found[id(variable)] for variable in optimizer.variables]
+
+
+def slot_places(optimizer: Any) -> tuple[list[int], list[list[int]]]:
+    """Among an optimizer's variables the indices of those that belong to no weight, and
+    of the slots of each weight.
+    """
+    ones: list[int] = []
+    own: list[list[int]] = [[] for _ in optimizer._trainable_variables]
+    for i, weight in enumerate(slot_weights(optimizer)):
+        (ones if weight is None else own[weight]).append(i)
+    return ones, own
 
 
 def shares_state(optimizer: Any) -> bool:
@@ -493,22 +483,3 @@ def _without_values(clone: Any) -> Any:
     for variable in [*clone.variables, *clone._trainable_variables]:
         variable._value = None
     return clone
-
-
-def _order_of(shapes: list[tuple[int, ...]]) -> list[int] | None:
-    """Read off an optimizer of two weights, of 2 and of 3 elements."""
-    runs: list[int] = []
-    left = list(shapes)
-    while left:
-        if left[0] != (2,):
-            if left[0] == (3,):
-                return None
-            runs.append(0)
-            left.pop(0)
-            continue
-        run = next((i for i, shape in enumerate(left) if shape != (2,)), len(left))
-        if left[: 2 * run] != [(2,)] * run + [(3,)] * run:
-            return None
-        runs.append(run)
-        left = left[2 * run :]
-    return runs

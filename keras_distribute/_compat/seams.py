@@ -72,9 +72,6 @@ def find(*places: str) -> Any:
 
     Args:
         places: As in `"keras.src.trainers.trainer:BaseTrainer"`.
-
-    Raises:
-        BackendError: Where it is at none.
     """
     for place in places:
         module, _, name = place.partition(":")
@@ -147,11 +144,7 @@ class Replacements:
         self.assign(owner, name, replacement)
 
     def assign(self, owner: Any, name: str, new: Any) -> None:
-        """Puts anything in the place of `owner.name`.
-
-        Raises:
-            BackendError: Where the original is gone.
-        """
+        """Puts anything in the place of `owner.name`."""
         if not hasattr(owner, name):
             raise moved(f"{_name_of(owner)} has no {name}")
         own = vars(owner)

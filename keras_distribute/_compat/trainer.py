@@ -49,8 +49,6 @@ def install(
     """Puts our subclasses in the place of Keras's classes.
 
     Args:
-        trainer: A subclass of `JAXTrainer`.
-        epoch_iterator: A subclass of `JAXEpochIterator`.
         around_compile: From Keras's `compile` to ours.
         host_batch: Called with `_distribute_data` and its arguments.
     """

@@ -60,9 +60,6 @@ _INITIALIZED_LATER = "keras_distribute_initialized_later"
 def named_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a variable by their names, with the name that Keras's own would
     have where it is given none.
-
-    Raises:
-        TypeError: For more arguments than there are, or one that is given twice.
     """
     _SIGNATURE.bind_partial(None, *args, **kwargs)
     named = _named(args, kwargs)

@@ -22,9 +22,6 @@ def choose_backend() -> None:
     choice.
 
     A `~/.keras/keras.json` is not a choice: Keras writes that file by itself.
-
-    Raises:
-        BackendError: When Keras already runs on, or is told to use, another backend.
     """
     loaded = sys.modules.get("keras")
     backend = getattr(getattr(loaded, "config", None), "backend", None)
@@ -49,9 +46,6 @@ def choose_backend() -> None:
 def check_versions() -> None:
     """Refuses a Keras or JAX that is too old, and warns of one that is newer than any
     that was tested.
-
-    Raises:
-        BackendError: With the command that installs a version that works.
     """
     untested: list[str] = []
     for package, version in _versions().items():

@@ -14,6 +14,7 @@ from keras_distribute.batch_size.host_copy import HostCopy
 from keras_distribute.batch_size.result import BatchSizeResult, recommended
 from keras_distribute.batch_size.trials import Trials
 from keras_distribute.dry_run import fitting
+from keras_distribute.dry_run.models import refuse_eager
 from keras_distribute.errors import (
     ContextError,
     OutOfMemoryError,
@@ -232,13 +233,7 @@ def _check(model: Any) -> None:
     checks.instance("model", model, keras.Model, what, fix)
     if not model.compiled or model.optimizer is None:
         raise StructureTypeError(what, received=f"{model!r}.", fix=fix)
-    if not compat.is_traced(model):
-        raise StructureTypeError(
-            "A model that runs eagerly has no program whose memory is known.",
-            received=f"run_eagerly={model.run_eagerly}, "
-            f"jit_compile={model.jit_compile}.",
-            fix="leave both of them as they are when the model is compiled.",
-        )
+    refuse_eager(model)
     strategy = adoption.strategy_of(model)
     if isinstance(strategy, ParameterServerStrategy):
         raise ContextError(

@@ -51,16 +51,6 @@ def first_batch(x: Any, y: Any, sample_weight: Any) -> Any:
     return batch
 
 
-def form_of(batch: Any, rows: int) -> Any:
-    """A batch of so many rows, as `jax.ShapeDtypeStruct`s."""
-
-    def form(leaf: np.ndarray[Any, Any]) -> jax.ShapeDtypeStruct:
-        shape = (rows, *leaf.shape[1:]) if leaf.ndim else ()
-        return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
-
-    return jax.tree.map(form, batch)
-
-
 def repeated(batch: Any, rows: int) -> Any:
     """A batch of so many rows, which are those of `batch` over and over."""
 

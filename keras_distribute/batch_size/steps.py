@@ -35,11 +35,7 @@ class Steps(Protocol):
 
 
 class StrategySteps:
-    """Those of a model of a strategy.
-
-    Args:
-        form: The batch, as `jax.ShapeDtypeStruct`s.
-    """
+    """Those of a model of a strategy, for batches of a form."""
 
     def __init__(self, trainer: Any, strategy: Strategy, form: Any) -> None:
         self._mesh = strategy.replica_mesh
@@ -76,11 +72,7 @@ class StrategySteps:
 
 
 class PlainSteps:
-    """Those of a model without a strategy.
-
-    Args:
-        form: The batch, as `jax.ShapeDtypeStruct`s.
-    """
+    """Those of a model without a strategy, likewise."""
 
     def __init__(self, trainer: Any, form: Any) -> None:
         self._groups = compat.state_variables(trainer, "train")

@@ -19,6 +19,7 @@ from keras_distribute.batch_size import example
 from keras_distribute.batch_size.host_copy import HostCopy
 from keras_distribute.batch_size.steps import PlainSteps, Steps, StrategySteps
 from keras_distribute.cluster.agreement import Channel
+from keras_distribute.dry_run.examples import rows_of, with_rows
 from keras_distribute.errors import InputError, OutOfMemoryError
 from keras_distribute.strategies.base import Strategy
 
@@ -29,13 +30,10 @@ class Trials:
     """Tries batches of a model.
 
     Args:
-        trainer: A built model.
-        strategy: Its strategy; `None` for none.
         batch: Rows to try with, on the host.
         saved: The values of all that a step changes.
         memory_limit: The bytes that a step may take of each device; `None` for what
             the devices have.
-        count: How many steps to run.
         asked: The user's arguments that decide which batches are tried.
 
     Attributes:
@@ -61,8 +59,8 @@ class Trials:
         self._num_processes = 1 if mesh is None else mesh.num_processes
         self._channel = Channel("find_batch_size", self._num_processes)
         limit = memory_limit or bytes_of(self._devices)
-        rows = next(leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.ndim)
-        form = f"{example.form_of(batch, 1)}, {asked}"
+        rows = rows_of(batch)
+        form = f"{with_rows(batch, 1)}, {asked}"
         said = self._channel.exchange((form, rows, limit))
         if any(other != form for other, _, _ in said):
             raise InputError(
@@ -109,7 +107,7 @@ class Trials:
             gc.collect()
 
     def _compiled(self, rows: int) -> Steps | None:
-        form = example.form_of(self._batch, rows)
+        form = with_rows(self._batch, rows)
         try:
             if self._strategy is None:
                 return PlainSteps(self._trainer, form)

@@ -51,8 +51,6 @@ class Run:
     the others the one between two passes.
 
     Args:
-        model: The model that `fit` trains.
-        callbacks: Keras's list of the callbacks of the `fit`.
         own: The `BackupAndRestore` among them, which comes last.
         options: Its arguments.
     """
@@ -108,11 +106,7 @@ class Run:
     def _keras_distribute_state_of_all(
         self, states: list[dict[str, Any]]
     ) -> dict[str, Any]:
-        """The state for this process, from those of another number of processes.
-
-        Raises:
-            CheckpointError: Where each of them read data of its own.
-        """
+        """The state for this process, from those of another number of processes."""
         if len({pickle.dumps(state["data"]) for state in states}) > 1:
             raise CheckpointError(
                 f"Each of {len(states)} processes had read other data, of its own, "

@@ -20,11 +20,7 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def alone(topic: str) -> Generator[None]:
-    """For the `with` block, this thread does what the others wait for.
-
-    Args:
-        topic: What that is.
-    """
+    """For the `with` block, this thread does what the others wait for."""
     before, _thread.topic = _thread.topic, topic
     try:
         yield
@@ -38,14 +34,7 @@ def is_alone() -> bool:
 
 
 def check_together(what: str) -> None:
-    """Raises where this thread does alone what needs all processes.
-
-    Args:
-        what: That is, at the beginning of a sentence.
-
-    Raises:
-        ContextError: In what the others wait for.
-    """
+    """Raises where this thread does alone what needs all processes."""
     if _thread.topic is not None:
         raise ContextError(
             f"{what} involves all processes, and the others wait for this one.",

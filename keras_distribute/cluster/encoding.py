@@ -106,8 +106,6 @@ def decode(
     """The value that `encode` was given.
 
     Args:
-        form: What `encode` returned.
-        arrays: The arrays that it took.
         special: Decodes the caller's types, by the key of their form.
     """
 

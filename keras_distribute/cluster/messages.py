@@ -38,7 +38,6 @@ def to_bytes(said: Any, *, signed: bool) -> bytes:
         said: `None`, booleans, numbers, strings, bytes, paths, arrays, enumerations,
             exceptions, and lists, tuples, named tuples, sets and dictionaries of them.
             In a signed message, anything that can be pickled.
-        signed: Whether the message will be signed.
 
     Raises:
         StructureTypeError: For another object in a message that is not signed, and for

@@ -39,11 +39,8 @@ class Outcome(NamedTuple):
     """What came of one strategy.
 
     Args:
-        name: Of the strategy.
-        replicas: How many it had.
         result: `PASSED`, `FAILED` or `SKIPPED`.
         difference: The largest one from one device; `None` where nothing ran.
-        seconds: How long it took.
         note: Why it failed, or was not run; else what is special.
     """
 

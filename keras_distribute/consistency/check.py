@@ -38,10 +38,7 @@ def check(
     """Compares the copies of variables.
 
     Args:
-        mesh: On which they are.
-        variables: Of one strategy.
         action: One of `ACTIONS`.
-        step: Of the training, for the text.
 
     Raises:
         ReplicaConsistencyError: Where copies differ, unless `action` is another.

@@ -67,7 +67,6 @@ def verdict(group: Group, hashes: Sequence[int]) -> Verdict | None:
     """Compares copies; `None` where they are the same.
 
     Args:
-        group: Who has them.
         hashes: Of every device of the mesh.
     """
     own = [hashes[place] for place in group]

@@ -26,7 +26,6 @@ def compared(standing: Standing, start: int, size: int, reference: int) -> Any:
     """How each device's copy of some elements differs from that of one device.
 
     Args:
-        standing: The array.
         start: The first of the elements, counted as in one row.
         size: How many.
         reference: The place of the device in the mesh.

@@ -34,7 +34,6 @@ def of_arrays(arrays: Sequence[jax.Array], layout: Layout) -> jax.Array:
     """The hashes, on their devices.
 
     Args:
-        arrays: On one mesh.
         layout: Which of them are hashed together, as one row.
 
     Returns:
@@ -63,9 +62,6 @@ def of_own_parts(arrays: Sequence[jax.Array]) -> jax.Array:
     that they have in the whole: the sum over the parts is the hash of the whole,
     however it is divided.
 
-    Args:
-        arrays: On one mesh.
-
     Returns:
         Of shape `(devices, len(arrays), 2)`, split over the devices of the mesh.
     """
@@ -76,7 +72,7 @@ def of_own_parts(arrays: Sequence[jax.Array]) -> jax.Array:
 
 def of_value(array: Any) -> Any:
     """The hash of an array in a program, of shape `(2,)`."""
-    return jnp.stack(list(map(_total, _mixed(words.of(array)))))
+    return _hash_of(words.of(array))
 
 
 def as_numbers(pairs: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -108,7 +104,7 @@ def _placed(arrays: Sequence[jax.Array]) -> tuple[Mesh, tuple[PartitionSpec, ...
 def _program(mesh: Mesh, specs: tuple[PartitionSpec, ...], layout: Layout) -> Any:
     def body(arrays: list[Any]) -> Any:
         rows = [_joined([arrays[i] for i in together]) for together in layout]
-        return jnp.stack([jnp.stack(list(map(_total, _mixed(r)))) for r in rows])[None]
+        return jnp.stack(list(map(_hash_of, rows)))[None]
 
     return launches.ordered(jax.jit(on_each_device(mesh, body, (list(specs),))))
 
@@ -118,10 +114,10 @@ def _program_of_parts(
     mesh: Mesh, specs: tuple[PartitionSpec, ...], sizes: tuple[int, ...]
 ) -> Any:
     def body(arrays: list[Any], part: Any) -> Any:
-        mixed = _mixed(_joined(arrays, always=True)[: sum(sizes)])
+        row = _joined(arrays, always=True)[: sum(sizes)]
         totals = [
             jax.ops.segment_sum(m, part, len(sizes), indices_are_sorted=True)
-            for m in mixed
+            for m in mixed(row, words.index_in(row.shape))
         ]
         return jnp.stack(totals, axis=-1)[None]
 
@@ -146,7 +142,7 @@ def _program_of_own_parts(
             index = words.index_in(row.shape, whole)
             for axis, stride in enumerate(words.strides(whole)[: array.ndim]):
                 index = index + jnp.asarray(begin[:, axis])[device] * stride
-            totals.append(jnp.stack(list(map(_total, mixed(row, index)))))
+            totals.append(_hash_of(row, index))
         return jnp.stack(totals)[None]
 
     return launches.ordered(jax.jit(on_each_device(mesh, body, (list(specs),))))
@@ -170,10 +166,6 @@ def _joined(arrays: Sequence[Any], always: bool = False) -> Any:
     return lax.optimization_barrier(jnp.concatenate([w.reshape(-1) for w in own]))
 
 
-def _mixed(row: Any) -> tuple[Any, Any]:
-    return mixed(row, words.index_in(row.shape))
-
-
 def mixed(row: Any, index: Any) -> tuple[Any, Any]:
     """Of each word, at its place, two others, by steps that can be undone; also of
     arrays of numpy.
@@ -187,5 +179,7 @@ def mixed(row: Any, index: Any) -> tuple[Any, Any]:
     return first, second ^ (second >> 15)
 
 
-def _total(mixed: Any) -> Any:
-    return jnp.sum(mixed, dtype=jnp.uint32)
+def _hash_of(row: Any, index: Any = None) -> Any:
+    """Of words, by default of a whole array; of shape `(2,)`."""
+    index = words.index_in(row.shape) if index is None else index
+    return jnp.stack([jnp.sum(m, dtype=jnp.uint32) for m in mixed(row, index)])

@@ -20,13 +20,7 @@ from keras_distribute.variables import DistributedVariable, standing
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
-    """What a variable was at a check.
-
-    Args:
-        hashes: Of its parts.
-        assignments: How often it had been assigned.
-        step: At which that was.
-    """
+    """What a variable was at a check."""
 
     hashes: checksums.OfParts
     assignments: int
@@ -34,11 +28,7 @@ class _Known:
 
 
 class Kept:
-    """Remembers the checksums of variables of which there are no copies.
-
-    Args:
-        mesh: On which they are.
-    """
+    """Remembers the checksums of variables of which there are no copies."""
 
     def __init__(self, mesh: ReplicaMesh) -> None:
         self._mesh = mesh
@@ -58,7 +48,6 @@ class Kept:
         Args:
             variables: Those with copies are left out.
             unchanged: Those that no step changes. An assignment may.
-            step: Of the training.
         """
         ours = {id(v): v for v in variables if isinstance(v, DistributedVariable)}
         with launches.lock:

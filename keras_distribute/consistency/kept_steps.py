@@ -35,8 +35,6 @@ class KeptStep:
     """A step that was read.
 
     Args:
-        program: On the devices of this machine.
-        inputs: On these devices.
         specs: How its results are divided.
         hashes: Of its results, on the devices where it ran.
         about: What `step.json` says.
@@ -60,7 +58,6 @@ def write(
     """Keeps a step; every process writes what it has.
 
     Args:
-        hashes: Of its results.
         step: How many steps were taken before it.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -97,11 +94,7 @@ def write(
 
 
 def about(folder: pathlib.Path) -> dict[str, Any]:
-    """What a folder has.
-
-    Raises:
-        CheckpointError: Where it is no kept step.
-    """
+    """What a folder has."""
     path = folder / _ABOUT
     if not path.is_file():
         raise CheckpointError(

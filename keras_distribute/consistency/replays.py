@@ -126,7 +126,6 @@ class StepProgram:
         """The results, on the mesh with its devices moved on.
 
         Args:
-            inputs: On the mesh.
             outputs: The results of the first time.
             by: By how many replicas.
         """
@@ -140,7 +139,6 @@ class StepProgram:
         """The results, on the mesh.
 
         Args:
-            inputs: On the mesh.
             specs: How the results are divided.
         """
         mesh = self.mesh.mesh
@@ -214,7 +212,6 @@ def replayed(
     Args:
         inputs: Of the step; they must still be there.
         outputs: Its results.
-        step: For the text.
         keep: Keeps the step, where something differs.
     """
     outputs = [_on_mesh(array, program.mesh) for array in outputs]

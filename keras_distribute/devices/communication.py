@@ -24,7 +24,6 @@ class Communication:
     """From the values of a device's replicas to what each of them gets.
 
     Args:
-        series: The replicas.
         run: Runs a program that is inside of an operation.
     """
 

@@ -22,11 +22,7 @@ _SCATTERED = {
 
 
 def with_nans(rows: int | None) -> Rewriting:
-    """Those in a program whose arrays XLA divides are NaN where one of the numbers is.
-
-    Args:
-        rows: Of the batch, which is divided; `None` where other dimensions are, too.
-    """
+    """Extremes in a program that XLA divides are NaN where one of the numbers is."""
 
     def is_one(eqn: Any) -> bool:
         name = eqn.primitive.name

@@ -124,20 +124,21 @@ def evaluated(
     program: core.ClosedJaxpr,
     inputs: Sequence[Any],
     rule: Callable[[Any, list[Any]], list[Any]] = bound,
+    literal: Callable[[core.Literal], Any] = lambda atom: atom.val,
 ) -> list[Any]:
     """The outputs for some inputs.
 
     Args:
-        program: The function.
         inputs: Anything that `rule` understands.
         rule: From an operation and its operands to its results.
+        literal: From a number that stands in the program to such an operand.
     """
     jaxpr = program.jaxpr
     known = dict(zip(jaxpr.constvars, program.consts, strict=True))
     known |= dict(zip(jaxpr.invars, inputs, strict=True))
 
     def value_of(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else known[atom]
+        return literal(atom) if isinstance(atom, core.Literal) else known[atom]
 
     for eqn in jaxpr.eqns:
         results = rule(eqn, list(map(value_of, eqn.invars)))

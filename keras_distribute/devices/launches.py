@@ -132,9 +132,6 @@ class Executable:
     def launch(self, landing: Landing, *arguments: Any) -> None:
         """Runs the program; its result lands whatever is raised. The caller holds
         `launches.lock`.
-
-        Args:
-            landing: Where the result is appended.
         """
         _require_jit()
         launches.settle()

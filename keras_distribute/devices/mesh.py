@@ -70,9 +70,6 @@ class ReplicaMesh:
         an axis is divided as a whole: four of them can then stand for a row of four, or
         for two by two.
 
-        Args:
-            groups: The logical devices of each replica, equally many.
-
         Raises:
             DeviceError: Where a replica is spread over processes, or the replicas of a
                 process are not in a row.
@@ -200,7 +197,6 @@ class ReplicaMesh:
 
         Args:
             value: A host array, or a JAX array that this process can read.
-            sharding: On this mesh.
         """
         if sharding == self.replicated:
             return self.put_replicated(value)
@@ -330,7 +326,6 @@ class ReplicaMesh:
         part is then one piece of memory; without one, as `axes` say.
 
         Args:
-            shape: Of the array.
             axes: How it is divided over the logical devices: for each dimension mesh
                 axes or `None`; missing ones too.
         """

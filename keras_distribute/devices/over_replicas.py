@@ -156,7 +156,4 @@ def _apart(array: Any, each: int, axis: int) -> Any:
 
 
 def _together(stacked: Any, axis: int) -> Any:
-    apart = jnp.moveaxis(stacked, 0, axis)
-    shape: Sequence[int] = apart.shape
-    joined = shape[axis] * shape[axis + 1]
-    return apart.reshape((*shape[:axis], joined, *shape[axis + 2 :]))
+    return lax.collapse(jnp.moveaxis(stacked, 0, axis), axis, axis + 2)

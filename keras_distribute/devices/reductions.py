@@ -16,11 +16,7 @@ from keras_distribute.devices.rewriting import Rewriting, may_be_divided
 
 
 def gathered(rows: int | None) -> Rewriting:
-    """Those in a program whose arrays XLA divides are of two arrays.
-
-    Args:
-        rows: Of the batch, which is divided; `None` where other dimensions are, too.
-    """
+    """Those in a program whose arrays XLA divides are of two arrays."""
 
     def is_one(eqn: Any) -> bool:
         if eqn.primitive.name != "reduce" or len(eqn.outvars) > 1:

@@ -38,23 +38,14 @@ def equal_on_all_replicas(
     """Which outputs of `program` are the same on every replica.
 
     Args:
-        program: A traced program of one replica.
         inputs: For each of its inputs, whether it is the same on every replica.
     """
     return _outputs(program.jaxpr, list(inputs))
 
 
 def _outputs(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
-    equal: dict[Any, bool] = dict(zip(jaxpr.invars, inputs, strict=True))
-    equal.update(dict.fromkeys(jaxpr.constvars, True))
-
-    def read(atom: Any) -> bool:
-        return isinstance(atom, core.Literal) or equal[atom]
-
-    for eqn in jaxpr.eqns:
-        results = equal_results(eqn, [read(atom) for atom in eqn.invars])
-        equal.update(zip(eqn.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    program = core.ClosedJaxpr(jaxpr, [True] * len(jaxpr.constvars))
+    return jaxprs.evaluated(program, inputs, equal_results, lambda _: True)
 
 
 def equal_results(eqn: Any, inputs: list[bool]) -> list[bool]:

@@ -33,7 +33,6 @@ def summed_part(value: Any, axis: int, mesh: ReplicaMesh) -> Any:
         value: An array of the same shape on each replica.
         axis: The dimension of which a replica keeps its part; the number of replicas
             divides it.
-        mesh: The replicas'.
     """
     lines = _lines_of(mesh.first_devices)
     if lines is None:

@@ -18,7 +18,6 @@ def start(trainer: Any, trace_dir: str | None) -> Times:
     """Begins to measure the `fit` of a trainer anew.
 
     Args:
-        trainer: The model.
         trace_dir: A folder for a profile of it; `None` for none.
     """
     if trace_dir is not None:

@@ -77,11 +77,7 @@ def outputs(
     """
     before: list[Any] = []
 
-    def rule(eqn: Any, given: list[Any]) -> list[Any]:
-        operands = [
-            _Fixed(value) if isinstance(atom, core.Literal) else value
-            for atom, value in zip(eqn.invars, given, strict=True)
-        ]
+    def rule(eqn: Any, operands: list[Any]) -> list[Any]:
         inner = jaxprs.called(eqn)
         if inner is not None:
             is_again = eqn.params.get("prevent_cse") and eqn.params["differentiated"]
@@ -104,11 +100,8 @@ def outputs(
 
     def run(called: core.ClosedJaxpr, given: Sequence[Any]) -> list[Any]:
         consts = [c if isinstance(c, _Fixed) else _Fixed(c) for c in called.consts]
-        found = jaxprs.evaluated(core.ClosedJaxpr(called.jaxpr, consts), given, rule)
-        return [
-            _Fixed(value) if isinstance(atom, core.Literal) else value
-            for atom, value in zip(called.jaxpr.outvars, found, strict=True)
-        ]
+        closed = core.ClosedJaxpr(called.jaxpr, consts)
+        return jaxprs.evaluated(closed, given, rule, lambda atom: _Fixed(atom.val))
 
     return list(map(_now, run(program, inputs)))
 

@@ -18,11 +18,7 @@ from keras_distribute.devices.rewriting import Rewriting, may_be_divided
 
 
 def each_by_itself(rows: int | None) -> Rewriting:
-    """Cumulative sums and the like, and pooling, over what may be divided.
-
-    Args:
-        rows: Of the batch, which is divided; `None` where other dimensions are, too.
-    """
+    """Cumulative sums and the like, and pooling, over what may be divided."""
 
     def is_one(eqn: Any) -> bool:
         name, shape = eqn.primitive.name, eqn.invars[0].aval.shape if eqn.invars else ()

@@ -100,7 +100,6 @@ def bytes_sent(kind: str, num_bytes: float, group_size: int) -> float:
     of which each gets a part, and a gather of these.
 
     Args:
-        kind: Of the collective, in XLA's words.
         num_bytes: What each device puts in.
     """
     if kind == "collective-permute":

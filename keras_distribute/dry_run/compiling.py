@@ -32,11 +32,6 @@ def compiled(
 ) -> Any:
     """What the compiler of `target` makes of a `jax.stages.Lowered`.
 
-    Args:
-        target: The hardware.
-        lowered: The program.
-        options: Of the compiler, for this program alone.
-
     Raises:
         BackendError: Where the compiler ends its process, with its last lines.
         JaxRuntimeError: For a program that it refuses.

@@ -30,8 +30,6 @@ def of_instruction(
     their operands.
 
     Args:
-        module: The program.
-        instruction: One of a computation.
         named: The instructions of this computation, by their names.
     """
     if instruction.opcode == "fusion":

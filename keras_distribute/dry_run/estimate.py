@@ -149,9 +149,6 @@ def scaling(
     many rows as here.
 
     Args:
-        target: What was compiled for.
-        here: The estimate for it.
-        collectives: Of the program that was compiled.
         gradient_bytes: What a step reduces, where a program for one replica shows no
             collective among several.
         rows: On each device.

@@ -50,11 +50,11 @@ def rows_of(batch: Any) -> int:
 
 
 def with_rows(batch: Any, rows: int) -> Any:
-    """The same batch with another number of rows."""
+    """The batch, of anything with shapes and dtypes, with another number of rows."""
 
-    def resized(form: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        shape = (rows, *form.shape[1:]) if form.shape else ()
-        return jax.ShapeDtypeStruct(shape, form.dtype)
+    def resized(leaf: Any) -> jax.ShapeDtypeStruct:
+        shape = (rows, *leaf.shape[1:]) if leaf.shape else ()
+        return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
     return jax.tree.map(resized, batch)
 

@@ -34,7 +34,6 @@ def largest(
         unit: Batches are multiples of it.
         start: The first batch to try.
         most: The largest to try, at least `unit`; `None` for any.
-        most_trials: When to end at the latest.
 
     Returns:
         The largest batch that was found to fit (0 for none), the smallest that was

@@ -56,8 +56,6 @@ class Instruction:
     """One line of a computation.
 
     Args:
-        name: Unique in the module.
-        opcode: Such as `fusion`, `all-reduce`.
         arrays: Its result: one, or those of a tuple.
         operands: Names of the instructions that it takes; of a `parameter` its number,
             of a `constant` its value.

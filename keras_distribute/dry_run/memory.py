@@ -25,7 +25,7 @@ _REFUSAL = re.compile(
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
     """Bytes on each device.
 
@@ -51,11 +51,11 @@ class Memory:
             `arguments` then, and of `temporary` while the program needs it.
     """
 
-    parameters: int
-    optimizer: int
-    other_state: int
-    metrics: int
-    batch: int
+    parameters: int = 0
+    optimizer: int = 0
+    other_state: int = 0
+    metrics: int = 0
+    batch: int = 0
     arguments: int
     outputs: int
     aliased: int
@@ -94,11 +94,6 @@ def of_program(compiled: Any, plan: Plan) -> Memory:
 def _of(analysis: Any) -> Memory:
     """The compiler's figures alone."""
     return Memory(
-        parameters=0,
-        other_state=0,
-        optimizer=0,
-        metrics=0,
-        batch=0,
         arguments=analysis.argument_size_in_bytes,
         outputs=analysis.output_size_in_bytes,
         aliased=analysis.alias_size_in_bytes,

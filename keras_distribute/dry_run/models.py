@@ -13,6 +13,7 @@ import keras
 
 from keras_distribute import checks, context
 from keras_distribute._compat.shapes_alone import shapes_alone
+from keras_distribute._compat.trainer import is_traced
 from keras_distribute.context import Frame, Mode
 from keras_distribute.errors import InputError, StructureTypeError
 from keras_distribute.strategies.base import Strategy
@@ -93,7 +94,12 @@ def _check(model: Any) -> None:
             fix='model.compile("adam", loss) first, inside of the function that makes '
             "it.",
         )
-    if model.run_eagerly or not model.jit_compile:
+    refuse_eager(model)
+
+
+def refuse_eager(model: Any) -> None:
+    """Raises `StructureTypeError` for a model whose steps are not compiled."""
+    if not is_traced(model):
         raise StructureTypeError(
             "A model that runs eagerly has no program to look at.",
             received=f"run_eagerly={model.run_eagerly}, "

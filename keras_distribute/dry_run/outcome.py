@@ -37,7 +37,6 @@ class Outcome:
         compiled: What the compiler says of it; `None` where it refused it.
         refused: The bytes that it would need, and those there are, in a refusal.
         options: Of the compiler, that it was compiled with beyond the usual ones.
-        seconds: That it took.
         is_kept: Whether the answer is one of an earlier compilation.
     """
 
@@ -61,7 +60,6 @@ class StepCompiler:
         """Compiles a `jax.stages.Lowered`.
 
         Args:
-            lowered: The program.
             what: It, in the words of the line that shows how long it takes.
 
         Raises:

@@ -23,9 +23,6 @@ def draw(
 ) -> None:
     """Draws the bytes of a device by what takes them, and how many it has; where there
     is an estimate, the parts of a step's time and its scaling, too.
-
-    Raises:
-        BackendError: Without matplotlib.
     """
     what = "Pictures are drawn by matplotlib, which is not installed."
     fix = "pip install matplotlib, or print(report)."

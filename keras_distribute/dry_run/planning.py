@@ -45,9 +45,6 @@ def training_step(
     """Traces the training step of `trainer` for the devices of `mesh`.
 
     Args:
-        trainer: A built and compiled model of `strategy`.
-        strategy: The model's strategy, on whatever devices.
-        mesh: The devices to trace for.
         batch: The global batch that a step takes: arrays, or `jax.ShapeDtypeStruct`s.
     """
     placement = dataclasses.replace(strategy.placement, mesh=mesh)

@@ -19,7 +19,6 @@ class Progress:
 
     Args:
         what: What takes long, in the words of the line.
-        is_shown: Whether to say anything.
         stream: Where to; stderr by default.
     """
 

@@ -101,11 +101,7 @@ class Target:
 
 
 def parse(name: str) -> Target:
-    """The hardware that a name such as `"v5e:4x4"`, `"h100:8"` or `"cpu:8"` stands for.
-
-    Raises:
-        DeviceError: For anything else.
-    """
+    """The hardware that a name such as `"v5e:4x4"` or `"cpu:8"` stands for."""
     match = _NAME.match(name.strip().lower()) if isinstance(name, str) else None
     if match is None:
         raise _unknown(name, "not of the form kind:size")

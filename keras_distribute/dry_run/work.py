@@ -21,7 +21,6 @@ class Work(NamedTuple):
     """One instruction.
 
     Args:
-        name: Its name.
         times: How often it runs in a call of the program.
         flops: Operations of its matrix products and convolutions each time, by dtype;
             not counted where the compiler says the cycles.

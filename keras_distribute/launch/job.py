@@ -46,7 +46,6 @@ class Job:
     """Processes that run the same command, each with its own environment.
 
     Args:
-        command: What each runs.
         num_local: How many run on this host.
         first: The number of the first of them.
         num_processes: How many there are on all hosts; as many as here by default.
@@ -216,11 +215,7 @@ class Job:
 
 
 def _with_parent(command: Sequence[str]) -> list[str]:
-    """A command that ends with this process, where the system can do that.
-
-    Raises:
-        FileNotFoundError: For a program that does not exist.
-    """
+    """A command that ends with this process, where the system can do that."""
     if shutil.which(command[0]) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
     if sys.platform != "linux":

@@ -39,13 +39,7 @@ _GREETING = re.compile(rb"keras_distribute meets ([0-9a-f]{32})")
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-    """The result for one host.
-
-    Args:
-        first: The number of its first process.
-        num_processes: The number of processes on all hosts.
-        hosts: The hosts that take part.
-    """
+    """What a host hears: the number of its first process, of all, and who came."""
 
     first: int
     num_processes: int

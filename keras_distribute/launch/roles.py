@@ -46,9 +46,6 @@ class Roles:
     """A job of a chief, workers and parameter servers on this host.
 
     Args:
-        command: What the chief runs.
-        num_workers: How many workers.
-        num_ps: How many parameter servers.
         cpu_devices: How many virtual CPU devices each worker has; `None` for the
             devices of the host.
         max_restarts: How often all are started again after the chief or a server has

@@ -28,9 +28,7 @@ class Channel:
     has interrupted, maybe in the middle of a message.
 
     Args:
-        address: Of the task.
         name: What it is called in errors.
-        credentials: Of the job.
         timeout: Seconds to wait for the task, which may start later.
         is_there: Whether it has started, and may be busy: then it is given up in
             seconds if it does not shake hands, for which it needs not be idle.

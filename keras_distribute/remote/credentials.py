@@ -27,12 +27,7 @@ _ADDRESS = "inproc://zeromq.zap.01"  # By which libzmq finds the one to ask.
 
 
 class Credentials:
-    """What a task proves itself with, and others to it.
-
-    Args:
-        token: The token of the job.
-        encrypted: Whether all that travels is encrypted.
-    """
+    """What a task proves itself with, and others to it."""
 
     def __init__(self, token: str, encrypted: bool = False) -> None:
         check_installed()
@@ -84,13 +79,7 @@ class Credentials:
 
 
 class Gate:
-    """Answers libzmq's questions about connections, in a thread.
-
-    Args:
-        context: Whose servers ask.
-        credentials: What has to be proved.
-        address: Of the server.
-    """
+    """Answers libzmq's questions about connections, in a thread."""
 
     def __init__(self, context: Any, credentials: Credentials, address: str) -> None:
         self._credentials, self._address = credentials, address
@@ -126,11 +115,7 @@ class Gate:
 
 
 def of_job() -> Credentials:
-    """The credentials of this job, by the environment.
-
-    Raises:
-        ClusterError: Where the job has no token.
-    """
+    """The credentials of this job, by the environment."""
     token = signing.token_of_job()
     if token is None:
         raise ClusterError(

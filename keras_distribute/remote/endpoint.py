@@ -23,7 +23,6 @@ class Endpoint:
 
     Args:
         address: Of this task, `host:port`.
-        credentials: Of the job.
 
     Raises:
         ClusterError: Where somebody else has the address, or it is not this host's.

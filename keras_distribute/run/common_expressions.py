@@ -22,7 +22,13 @@ from jax.extend import core
 
 from keras_distribute._compat.jax_internals import is_key
 from keras_distribute.devices import replication_proof
-from keras_distribute.devices.jaxprs import CALLS, RECOMPUTED, bound, called
+from keras_distribute.devices.jaxprs import (
+    CALLS,
+    RECOMPUTED,
+    bound,
+    called,
+    evaluated,
+)
 from keras_distribute.values import reductions
 
 
@@ -95,32 +101,27 @@ class Numbering:
         """The program in numbers."""
         listed = Listing([], [], [])
         self._seen: set[Node] = set()
-        listed.outputs = self._walk(program.jaxpr, program.consts, self.inputs, listed)
+        listed.outputs = self._walk(program, self.inputs, listed)
         return listed
 
     def _walk(
-        self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[int], listed: Listing
+        self, program: core.ClosedJaxpr, inputs: Sequence[int], listed: Listing
     ) -> list[int]:
-        numbers: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
-        numbers.update(
-            (var, self._constant(value, var.aval))
-            for var, value in zip(jaxpr.constvars, consts, strict=True)
-        )
+        constants = zip(program.consts, program.jaxpr.constvars, strict=True)
+        numbers = [self._constant(value, var.aval) for value, var in constants]
 
-        def read(atom: Any) -> int:
-            if isinstance(atom, core.Literal):
-                return self._constant(atom.val, atom.aval)
-            return numbers[atom]
-
-        for equation in jaxpr.eqns:
-            operands = tuple(read(atom) for atom in equation.invars)
+        def outputs(equation: Any, operands: list[int]) -> list[int]:
             body = _opened(equation)
-            if body is None:
-                outputs = self._node(equation, operands, listed).outputs
-            else:
-                outputs = self._walk(body.jaxpr, body.consts, operands, listed)
-            numbers.update(zip(equation.outvars, outputs, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+            if body is not None:
+                return self._walk(body, operands, listed)
+            return list(self._node(equation, tuple(operands), listed).outputs)
+
+        return evaluated(
+            core.ClosedJaxpr(program.jaxpr, numbers),
+            inputs,
+            outputs,
+            lambda atom: self._constant(atom.val, atom.aval),
+        )
 
     def _node(self, equation: Any, operands: tuple[int, ...], listed: Listing) -> Node:
         key = self._equation_key(equation)

@@ -119,10 +119,8 @@ def run(
     """Runs `function` on every replica of `strategy`.
 
     Args:
-        function: Called, while traced, with one replica's arguments.
         args: `PerReplica` become this replica's component; arrays are the same on every
             replica; variables and other objects are passed as they are.
-        mode: The context that `function` sees.
 
     Returns:
         What `function` returns, with a `PerReplica` for each array.

@@ -50,8 +50,6 @@ def traced(
     """The trace of a call, and the variables that are its first inputs.
 
     Args:
-        function: Called with one replica's arguments.
-        mode: The context that `function` sees.
         guess: Variables that it probably uses.
 
     Raises:
@@ -189,9 +187,6 @@ def unwrapped(leaf: Any, how: str) -> Any:
 
     Args:
         how: Whose function it is, for the error's text.
-
-    Raises:
-        StructureTypeError: For an object that holds arrays.
     """
     if isinstance(leaf, PerReplica) and leaf.local is not None:
         return jnp.asarray(leaf.local)
@@ -205,11 +200,7 @@ def unwrapped(leaf: Any, how: str) -> Any:
 
 
 def holding_error(leaf: Any, how: str) -> StructureTypeError:
-    """The error for an object that would keep arrays of a trace beyond it.
-
-    Args:
-        how: As of `unwrapped`.
-    """
+    """The error for an object that would keep arrays of a trace beyond it."""
     return StructureTypeError(
         f"The function {how} returned an object that holds arrays and is no "
         "structure of them.",
@@ -280,9 +271,6 @@ def check_kept(variable: Any, value: Any, trace: Any) -> None:
 
     Args:
         trace: Of the code around that function, as `current_trace` gives it.
-
-    Raises:
-        VariableScopeError: Names the variable.
     """
     if jax_internals.is_of_inner_function(value, trace):
         raise VariableScopeError(

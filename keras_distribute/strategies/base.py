@@ -351,7 +351,7 @@ class Strategy(DeprecatedMethods):
 
     def _check_value_fn(self, value_fn: Any) -> None:
         name = "experimental_distribute_values_from_function"
-        self._require_cross_replica(name, "call it outside strategy.run")
+        self._require_cross_replica(name)
         what = "Values are made by a function of a ValueContext."
         checks.function("value_fn", value_fn, what, f"strategy.{name}(value_fn)")
 
@@ -392,9 +392,7 @@ class Strategy(DeprecatedMethods):
             >>> [[len(part) for part in batch.values] for batch in dataset]
             [[3, 2], [3, 2]]
         """
-        self._require_cross_replica(
-            "experimental_distribute_dataset", "call it outside strategy.run"
-        )
+        self._require_cross_replica("experimental_distribute_dataset")
         return sharing.distribute(
             dataset, self.replica_mesh, self.input_context, options
         )
@@ -432,9 +430,7 @@ class Strategy(DeprecatedMethods):
             >>> [[part.tolist() for part in batch.values] for batch in dataset]
             [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
         """
-        self._require_cross_replica(
-            "distribute_datasets_from_function", "call it outside strategy.run"
-        )
+        self._require_cross_replica("distribute_datasets_from_function")
         return sharing.distribute_from_function(
             dataset_fn, self.replica_mesh, self.input_context, options
         )
@@ -545,9 +541,7 @@ class Strategy(DeprecatedMethods):
             >>> print(strategy.check_consistency(weight))
             1 variable is the same on all 3 replicas.
         """
-        self._require_cross_replica(
-            "strategy.check_consistency", "call it outside strategy.run"
-        )
+        self._require_cross_replica("strategy.check_consistency")
         checks.one_of("action", action, consistency.ACTIONS)
         if step is not None:
             checks.count("step", step)
@@ -614,7 +608,9 @@ class Strategy(DeprecatedMethods):
         """The context that a function sees inside `run`."""
         return ReplicaContext(self)
 
-    def _require_cross_replica(self, what: str, fix: str) -> None:
+    def _require_cross_replica(
+        self, what: str, fix: str = "call it outside strategy.run"
+    ) -> None:
         context.require_cross_replica(what, fix, self)
 
     def _check_run(self, fn: Any, args: Any, kwargs: Any, options: Any) -> None:

@@ -71,9 +71,7 @@ class DefaultStrategy(Strategy):
         self, dataset: Any, options: InputOptions | None = None
     ) -> Any:
         """`dataset` itself."""
-        self._require_cross_replica(
-            "experimental_distribute_dataset", "call it outside strategy.run"
-        )
+        self._require_cross_replica("experimental_distribute_dataset")
         sharing.check_options(options)
         return dataset
 
@@ -83,9 +81,7 @@ class DefaultStrategy(Strategy):
         options: InputOptions | None = None,
     ) -> Any:
         """What `dataset_fn` returns."""
-        self._require_cross_replica(
-            "distribute_datasets_from_function", "call it outside strategy.run"
-        )
+        self._require_cross_replica("distribute_datasets_from_function")
         sharing.check_options(options)
         sharing.check_dataset_fn(dataset_fn)
         return dataset_fn(self.input_context)

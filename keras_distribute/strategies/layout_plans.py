@@ -23,10 +23,7 @@ class Weight(NamedTuple):
     """A weight of the model that a plan is for.
 
     Args:
-        path: The path of the variable.
         pattern: For it, and for others like it.
-        shape: Of the whole variable.
-        num_bytes: Likewise.
         why_whole: What the table says of it beside that it is whole.
     """
 

@@ -82,11 +82,7 @@ def mesh_of_groups(
 def _in_groups(
     devices: Sequence[jax.Device], num_logical_devices: int
 ) -> list[list[jax.Device]]:
-    """The logical devices of each replica: neighbours in `devices`.
-
-    Raises:
-        DeviceError: Where the devices cannot be divided so.
-    """
+    """The logical devices of each replica: neighbours in `devices`."""
     each = checks.count(
         "num_logical_devices", num_logical_devices, 1, error=DeviceError
     )

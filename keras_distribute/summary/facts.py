@@ -152,12 +152,8 @@ def groups_of(
     """The variables of one object, by their groups.
 
     Args:
-        thing: A model, layer, optimizer, metric or variable.
         what: Is of such things, as an error says.
         method: Of a strategy, which was given it.
-
-    Raises:
-        StructureTypeError: For anything that has no variables.
     """
     if isinstance(thing, keras.Variable):
         yield "weights" if thing.trainable else "state", [thing]

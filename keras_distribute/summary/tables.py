@@ -15,8 +15,6 @@ class Table:
     """Words in rows and columns.
 
     Args:
-        title: What it is about.
-        header: The names of the columns.
         rows: The cells; numbers are words, too.
         right: The columns whose cells are aligned to the right.
         total: Whether the last row is the sum of the others.

@@ -15,15 +15,7 @@ from keras_distribute.variables import DistributedVariable, Standing, standing
 
 @dataclasses.dataclass(frozen=True)
 class Flip:
-    """Which bit flips.
-
-    Args:
-        what: `"variable"`, `"gradient"` or `"batch"`.
-        variable: The variable, or its path; of a batch none.
-        replica: Whose copy.
-        element: The number of the element in that copy, as one row.
-        bit: The number of the bit, 0 the lowest.
-    """
+    """Which bit flips, in the words of `Fault`."""
 
     what: str
     variable: Any

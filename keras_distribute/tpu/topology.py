@@ -165,11 +165,7 @@ class Topology:
 
 
 def integers(name: str, given: Any) -> Array:
-    """An array of integers; an empty one for `None`.
-
-    Raises:
-        DeviceError: For anything else.
-    """
+    """An array of integers; an empty one for `None`."""
     try:
         numbers = np.asarray([] if given is None else given)
         if numbers.size and numbers.dtype.kind not in "iu":
@@ -187,11 +183,7 @@ def integers(name: str, given: Any) -> Array:
 
 
 def coordinates_in(mesh_shape: Array, name: str, given: Any, axes: str) -> Array:
-    """The coordinates of devices, as an array of shape `(axes, 4)`.
-
-    Raises:
-        DeviceError: For another shape, and for coordinates outside of the mesh.
-    """
+    """The coordinates of devices, as an array of shape `(axes, 4)`."""
     found = integers(name, given)
     if found.ndim != 3 or found.shape[2] != RANK or not found.size:
         raise DeviceError(

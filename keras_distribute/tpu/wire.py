@@ -34,11 +34,7 @@ def _field(number: int, value: int | list[int]) -> bytes:
 
 
 def decoded(data: bytes) -> tuple[list[int], int, int, list[int]]:
-    """What `encoded` took.
-
-    Raises:
-        DeviceError: For bytes that are no topology.
-    """
+    """What `encoded` took."""
     lists: dict[int, list[int]] = {1: [], 4: []}
     numbers = {2: 0, 3: 0}
     try:

@@ -38,7 +38,6 @@ class Placed(NamedTuple):
     """A batch on devices.
 
     Args:
-        data: The structure of placed arrays.
         rows: The true number of rows of each leaf, or of each replica's part of it, or
             `WHOLE`.
         spread: The rows of the first leaf, and the number of replicas that they are
@@ -143,11 +142,7 @@ def _put(
 
 
 def place_whole(batch: Any, mesh: ReplicaMesh) -> Placed:
-    """`place` of a whole batch, which must be the same in every process.
-
-    Raises:
-        InputError: Where it is not.
-    """
+    """`place` of a whole batch, which must be the same in every process."""
     if mesh.num_processes > 1 and not isinstance(batch, Placed):
         leaves = map(np.asarray, jax.tree.leaves(batch))
         own = [(leaf.shape, zlib.crc32(leaf.tobytes())) for leaf in leaves]

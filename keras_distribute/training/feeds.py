@@ -51,7 +51,6 @@ class DatasetAdapter(compat.DataAdapter):
     batch.
 
     Args:
-        dataset: What is read.
         original: Keras's adapter of the user's data, if that is what was distributed.
     """
 
@@ -91,7 +90,6 @@ def choose_adapter(
     read, Keras's for everything else.
 
     Args:
-        original: Keras's choice.
         arguments: The others of `fit` that concern data.
     """
     strategy = get_strategy() if context.has_strategy() else None
@@ -168,7 +166,6 @@ def feed(
     """The batches of one pass, on the devices ahead of the steps that take them.
 
     Args:
-        adapter: Of the `x` of `fit`.
         form: What takes them.
         per_epoch: How many batches an epoch takes, where the user says so.
         followed: Whether somebody may ask for positions.

@@ -14,7 +14,6 @@ def written_once(model: Any, write: Callable[[], Any]) -> Any:
     its variables.
 
     Args:
-        model: A Keras model or layer.
         write: Writes its files. What it returns or raises, every process returns or
             raises.
     """

@@ -23,8 +23,6 @@ class WorkerDataAdapter(compat.DataAdapter):
     """A `DatasetCreator` as the `x` of `fit` and `evaluate` on workers.
 
     Args:
-        creator: Makes the dataset of a worker.
-        strategy: The `ParameterServerStrategy` whose workers they are.
         method: Of the model: `"fit"`, ...
 
     Raises:

@@ -247,10 +247,6 @@ def regroup(per_replica: Sequence[Any], group: Callable[[Sequence[Any]], Any]) -
 
     Containers keep their kind; the leaves of all replicas go to `group` together.
 
-    Args:
-        per_replica: One structure for each replica.
-        group: Makes one value of one leaf per replica.
-
     Raises:
         ValueStructureError: Where the replicas disagree in structure.
     """

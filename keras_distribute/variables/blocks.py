@@ -19,7 +19,6 @@ class Blocks:
     """The rows of an array, which are read in blocks.
 
     Args:
-        shape: Of the array.
         dtype: Its name.
         read: From the numbers of two rows to those from the first to before the other.
         multiple_of: What the rows of a block are a multiple of.

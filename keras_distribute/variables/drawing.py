@@ -61,7 +61,6 @@ class Drawing:
 
         Args:
             key: `self.key`.
-            number: Which block.
         """
         own = copy.copy(self.initializer)
         own.seed = _Key(jax.random.fold_in(key, number))

@@ -96,11 +96,7 @@ class Holder:
         return outputs
 
     def stored(self, place: Place, variable: Any) -> Any:
-        """The array of one of the variables.
-
-        Raises:
-            ContextError: If a program that failed has used it up.
-        """
+        """The array of one of the variables."""
         return self._read(place, variable, self._array)
 
     def forget(self, place: Place) -> None:
@@ -118,11 +114,7 @@ class Holder:
         return []
 
     def _standing_at(self, index: int, parts: Sequence[Part]) -> Standing:
-        """One of the arrays of the state.
-
-        Raises:
-            ContextError: If a program that failed has used it up.
-        """
+        """One of the arrays of the state."""
         array = self.landing[-1][1][index]
         if array is None or array.is_deleted():
             raise lost_error(parts[0].variable)

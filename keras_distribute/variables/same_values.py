@@ -18,9 +18,6 @@ _CALLS = 256  # After which what was assigned in a loop is compared again.
 def check_same_values(variables: Sequence[DistributedVariable]) -> None:
     """Raises where the processes have given mirrored variables different values; across
     replicas, before a program.
-
-    Raises:
-        VariableScopeError: Names the variables.
     """
     mirrored, count = _over_processes(variables)
     if count == 1:
@@ -42,9 +39,6 @@ def check_assigned(variables: Iterable[Any]) -> None:
 
     Args:
         variables: Of a model that is built, the same in every process.
-
-    Raises:
-        VariableScopeError: Names the variables.
     """
     mirrored, count = _over_processes(variables)
     if count == 1:

@@ -17,7 +17,7 @@ import scipy.sparse
 
 import keras_distribute as kd
 from keras_distribute import errors
-from tests.support import mirrored
+from tests.support import dense_model, mirrored
 
 X, Y = np.ones((8, 3), np.float32), np.ones((8, 1), np.float32)
 
@@ -36,10 +36,7 @@ def ahead(request: Any) -> Any:
 
 
 def model() -> Any:
-    with mirrored(2).scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    return model
+    return dense_model(mirrored(2), 3)
 
 
 def distributed(dataset: Any, ahead: int) -> Any:

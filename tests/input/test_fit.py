@@ -16,7 +16,7 @@ import pytest
 
 import keras_distribute as kd
 from keras_distribute import errors
-from tests.support import mirrored
+from tests.support import dense_model, mirrored
 
 pytestmark = pytest.mark.sampled(6)
 
@@ -241,9 +241,7 @@ def test_py_datasets_see_their_epochs(workers: int, ahead: int) -> None:
             events.append(str(index))
             return super().__getitem__(index)
 
-    with mirrored(2).scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
+    model = dense_model(mirrored(2), 3)
     model.build((None, 3))
     model.fit(Watched(workers=1), epochs=1, verbose=0)
     events.clear()

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from keras_distribute.input.source import in_use
 from keras_distribute.threads import dropped
-from tests.support import mirrored
+from tests.support import dense_model, mirrored
 
 X, Y = np.ones((70, 6), "float32"), np.ones((70, 3), "float32")
 
@@ -54,9 +54,7 @@ def failing(x):
 )
 def test_by_the_methods_of_a_model(data, no_collection):
     strategy = mirrored(2)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
-        model.compile("sgd", "mse")
+    model = dense_model(strategy, 6, 3)
     for call in (
         lambda: model.fit(data(), epochs=2, verbose=0),
         lambda: model.fit(data(), validation_data=data(), verbose=0),
@@ -105,9 +103,7 @@ def test_by_methods_in_a_callback(no_collection):
 
 
 def test_arrays_end_with_fit(no_collection):
-    with mirrored(2).scope():
-        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
-        model.compile("sgd", "mse")
+    model = dense_model(mirrored(2), 6, 3)
     x = X.copy()
     watched = weakref.ref(x)
     model.fit(x, Y, batch_size=16, verbose=0)

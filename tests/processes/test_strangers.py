@@ -24,7 +24,7 @@ from keras_distribute.cluster import agreement, processes, signing
 from keras_distribute.cluster.ports import free_port
 from keras_distribute.launch.job import Job
 from tests import attacks
-from tests.support import mirrored, without_tensorflow
+from tests.support import dense_model, mirrored, without_tensorflow
 
 pytestmark = pytest.mark.timeout(200)
 ROOT = str(pathlib.Path(__file__).parents[2])
@@ -113,9 +113,7 @@ def training(folder, what=(), seconds=0.0):
 
 def trained(strategy, seconds=0.0):
     keras.utils.set_random_seed(3)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
+    model = dense_model(strategy, 3)
     x = np.arange(24, dtype="float32").reshape(8, 3) / 24
     end, said = time.monotonic() + seconds, []
     for turn in range(8):

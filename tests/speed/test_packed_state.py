@@ -122,9 +122,7 @@ def flat(model: keras.Model) -> bool:
     """Whether the optimizer sees one long weight."""
     from keras_distribute._compat import optimizer as compat
 
-    return (
-        compat.slots_by_element(model.optimizer, model.trainable_variables) is not None
-    )
+    return compat.takes_elements_alone(model.optimizer, model.trainable_variables)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -65,11 +65,7 @@ WHOLE, SUM = Kind(), Kind(partial=True)
 
 
 class Control:
-    """The rules of operations that hold programs.
-
-    Args:
-        run: Evaluates a program.
-    """
+    """The rules of operations that hold programs."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

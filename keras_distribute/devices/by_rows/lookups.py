@@ -30,7 +30,6 @@ def rows_of_part(
     """The rows that each replica looks up, from the parts of a table.
 
     Args:
-        eqn: A gather.
         table: Whole, with the part that it was made from.
         indices: Each replica its own.
 
@@ -73,7 +72,6 @@ class RowsAdded:
     """Rows that each replica adds to a table of zeros: its gradient.
 
     Args:
-        eqn: A scatter that adds.
         indices: Each replica its own, and the dimension of the batch's rows.
         updates: Likewise.
     """

@@ -198,10 +198,8 @@ def of_one_replica(
     """The program of each replica's rows.
 
     Args:
-        program: Over all rows.
         rows: Of each of its inputs the dimension that is divided over the replicas, or
             `None`.
-        replicas: How many.
         sums: How to sum over the replicas what `jax.ad_checkpoint.checkpoint_name`
             gave a name, by that name, up to a colon in it.
         watch: Sees what is summed so; its results follow the program's own.
@@ -260,12 +258,7 @@ def of_one_replica(
 
 
 class _Evaluation:
-    """Evaluates programs, each operation by its rule.
-
-    Args:
-        sums: How to sum what has a name.
-        watch: Sees what is summed so.
-    """
+    """Evaluates programs, each operation by its rule."""
 
     def __init__(self, sums: dict[str, Total], watch: Watch | None) -> None:
         self._sums, self._watch = sums, watch
@@ -291,10 +284,7 @@ class _Evaluation:
         closed = core.ClosedJaxpr(program.jaxpr, consts)
 
         def rule(eqn: Any, given: list[Any]) -> list[Value]:
-            operands = [
-                literal(atom) if isinstance(atom, core.Literal) else v.settled
-                for atom, v in zip(eqn.invars, given, strict=True)
-            ]
+            operands = [value.settled for value in given]
             inner = jaxprs.called(eqn)
             if inner is None or eqn.primitive.name in jaxprs.RECOMPUTED:
                 return self._results(eqn, operands, replica)
@@ -305,11 +295,7 @@ class _Evaluation:
             except MixedRows as mixed:
                 raise mixed.inside(str(eqn.source_info.name_stack)) from None
 
-        results = jaxprs.evaluated(closed, list(values), rule)
-        return [
-            literal(atom) if isinstance(atom, core.Literal) else v
-            for atom, v in zip(program.jaxpr.outvars, results, strict=True)
-        ]
+        return jaxprs.evaluated(closed, values, rule, literal)
 
     def _results(
         self, eqn: Any, operands: list[Value], replica: Replica

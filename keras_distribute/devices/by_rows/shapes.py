@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from keras_distribute.devices.by_rows.values import (
     Replica,
     RowsMixError,
+    Rule,
     SumOverRows,
     Value,
     common_rows,
@@ -86,7 +87,6 @@ class Transposed:
     """A sum over rows, its dimensions in another order.
 
     Args:
-        total: The sum.
         order: Which dimension of the sum each one is.
     """
 
@@ -106,14 +106,31 @@ class Transposed:
         return None if dim is None else self.order[dim]
 
 
-def squeeze(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
-    """Fewer dimensions."""
-    value = values[0]
-    if value.rows is None:
-        return linear(replica, eqn, values)
-    dim = value.rows - sum(d < value.rows for d in eqn.params["dimensions"])
-    refuse(value.rows in eqn.params["dimensions"])
-    return replica.apply(eqn, [value.array], dim)
+def _beside(own: Callable[[Any], Collection[int]], is_gone: bool = False) -> Rule:
+    """The rule of an operation along dimensions of one array, which are not the rows',
+    and may be gone afterwards.
+
+    Args:
+        own: From the parameters of the operation to these dimensions.
+    """
+
+    def rule(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
+        value = values[0]
+        if value.rows is None:
+            return linear(replica, eqn, values)
+        dims = own(eqn.params)
+        refuse(value.rows in dims)
+        before = sum(d < value.rows for d in dims) if is_gone else 0
+        return replica.apply(eqn, [value.array], value.rows - before)
+
+    return rule
+
+
+squeeze = _beside(lambda params: params["dimensions"], is_gone=True)
+unstack = _beside(lambda params: [params["axis"]], is_gone=True)
+split = _beside(lambda params: [params["axis"]])
+reverse = _beside(lambda params: params["dimensions"])
+tile = _beside(lambda params: [i for i, n in enumerate(params["reps"]) if n != 1])
 
 
 def concatenate(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
@@ -128,24 +145,6 @@ def stack(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
         return _of_whole(replica, eqn, values)
     parts = [replica.part(value, dim) for value in values]
     return replica.apply(eqn, parts, dim + (eqn.params["axis"] <= dim))
-
-
-def unstack(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
-    """The reverse, not of the rows."""
-    value, axis = values[0], eqn.params["axis"]
-    if value.rows is None:
-        return linear(replica, eqn, values)
-    refuse(value.rows == axis)
-    return replica.apply(eqn, [value.array], value.rows - (axis < value.rows))
-
-
-def tile(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
-    """Copies one after the other, not of the rows."""
-    value = values[0]
-    if value.rows is None:
-        return linear(replica, eqn, values)
-    refuse(eqn.params["reps"][value.rows] != 1)
-    return replica.apply(eqn, [value.array], value.rows)
 
 
 def pad(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
@@ -170,15 +169,6 @@ def slice_(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
     refuse(not is_all or (strides is not None and strides[dim] != 1))
     limits = replica.divided_at(params["limit_indices"], dim)
     return replica.apply(eqn, [value.array], dim, limit_indices=limits)
-
-
-def split(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
-    """Pieces that have all rows."""
-    value = values[0]
-    if value.rows is None:
-        return linear(replica, eqn, values)
-    refuse(value.rows == eqn.params["axis"])
-    return replica.apply(eqn, [value.array], value.rows)
 
 
 def dynamic_slice(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
@@ -223,15 +213,6 @@ def along_one_dimension(name: str) -> Any:
         return _alongside(replica, eqn, values, own)
 
     return rule
-
-
-def reverse(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
-    """Dimensions read from their ends."""
-    value = values[0]
-    if value.rows is None:
-        return linear(replica, eqn, values)
-    refuse(value.rows in eqn.params["dimensions"])
-    return replica.apply(eqn, [value.array], value.rows)
 
 
 def window(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:

@@ -55,7 +55,6 @@ def results_of(
 
     Args:
         rows: Of each input the dimension that is divided over the replicas, or `None`.
-        arrays: The inputs, over all rows.
         evaluated: From a program and its inputs to its results, if not by itself.
 
     Nothing is outside then; nor where each device runs several replicas, since
@@ -90,7 +89,6 @@ def parts(program: core.ClosedJaxpr, equal: Sequence[bool]) -> Parts:
     """The two parts of a program.
 
     Args:
-        program: Of one replica.
         equal: For each of its inputs, whether it is the same on every replica.
     """
     jaxpr = program.jaxpr

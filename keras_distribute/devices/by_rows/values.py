@@ -132,7 +132,6 @@ class Replica:
     adds nothing to a sum.
 
     Args:
-        count: How many replicas there are.
         rows: How many true rows all of them have.
         slicers: By the name of an operation: what makes a part of its result.
         scatter: From what a replica gives to a sum, and a dimension, to its part of

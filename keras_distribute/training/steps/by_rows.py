@@ -39,7 +39,6 @@ class Watched(NamedTuple):
     """What a step returns in the place of its logs, if it is watched.
 
     Args:
-        logs: Of the step.
         own: What the watch returns, of each replica, along axis 0; nothing for a step
             over the global batch.
     """

@@ -31,8 +31,6 @@ class CompiledStep:
     """A step compiled for the global batch, once for each form of a batch.
 
     Args:
-        strategy: Where it runs.
-        carried: The step.
         groups: The variables behind the state.
         plain: The step on Keras's groups of values; `None` if `carried` is that.
         anew: Makes the step for the variables that the model has now, which may have

@@ -69,12 +69,7 @@ class _Round(NamedTuple):
 
 
 class LocalRounds(ScheduledStep):
-    """Training steps of a model that are made in rounds.
-
-    Args:
-        strategy: Where they run, with `local_steps`.
-        trainer: The model.
-    """
+    """Training steps of a model that are made in rounds."""
 
     def __init__(self, strategy: ParameterServerStrategy, trainer: Any) -> None:
         super().__init__(strategy, trainer, "train")

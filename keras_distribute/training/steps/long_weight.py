@@ -28,9 +28,7 @@ class FlatStep:
     """A training step on packed state, for `strategy`.
 
     Args:
-        order: Where the slots of each weight are among an optimizer's variables.
         small: Which trainable variables are parts of the long weight.
-        state: The state of the training step.
         places: Those in it that are divided among the replicas.
     """
 
@@ -38,19 +36,14 @@ class FlatStep:
         self,
         trainer: Any,
         strategy: Strategy,
-        order: list[int],
         small: list[int],
         state: TrainState,
         places: Sequence[Place],
     ) -> None:
-        self._trainer, self._order = trainer, order
-        self._small, count = small, len(state.weights)
+        self._trainer, self._small, count = trainer, small, len(state.weights)
         self._large = [i for i in range(count) if i not in set(small)]
-        self._ones, self._slots_of = compat_optimizer.slot_places(order, count)
-        slots = [
-            [(_SLOTS, self._slots_of[i][j]) for i in small]
-            for j in range(len(self._slots_of[0]))
-        ]
+        ones, own = compat_optimizer.slot_places(trainer.optimizer)
+        slots = [[(_SLOTS, own[i][j]) for i in small] for j in range(len(own[0]))]
         self._num_buffers = 1 + len(slots)
         self._size = sum(state.weights[i].size for i in small)
         long = self._size + -self._size % strategy.num_replicas_in_sync
@@ -61,6 +54,11 @@ class FlatStep:
                 trainer.optimizer,
                 [((long,), dtype), *((w.shape, w.dtype.name) for w in large)],
             )
+        # Of what is carried: the slots of the long weight; of all others the places.
+        new_ones, (self._long, *new_own) = compat_optimizer.slot_places(self._optimizer)
+        self._others = list(zip(new_ones, ones, strict=True))
+        for new, i in zip(new_own, self._large, strict=True):
+            self._others += zip(new, own[i], strict=True)
         divided = [False] + [strategy.placement.shard_optimizer_state] * len(slots)
         self.packing = Packing(
             state,
@@ -98,14 +96,11 @@ class FlatStep:
         ]
         if len(small) < packed_state.MANY:
             return None
-        # It makes small optimizers, to look at them.
-        with context.entered(context.default_strategy().top_frame):
-            order = compat_optimizer.slots_by_element(
-                trainer.optimizer, trainer.trainable_variables
-            )
-        if order is None or not _slots_match(order, weights, state.slots):
+        optimizer, variables = trainer.optimizer, trainer.trainable_variables
+        alone = compat_optimizer.takes_elements_alone(optimizer, variables)
+        if not alone or not _slots_match(optimizer, weights, state.slots):
             return None
-        return FlatStep(trainer, strategy, order, small, state, places)
+        return FlatStep(trainer, strategy, small, state, places)
 
     def __call__(self, packed: Packed, data: Any) -> tuple[Any, Packed]:
         """The logs and the new state."""
@@ -149,30 +144,22 @@ class FlatStep:
         return [by_place[i] for i in range(len(places))]
 
     def _carried_slots(self, buffers: list[Any], slots: list[Any]) -> list[Any]:
-        ones, own = compat_optimizer.slot_places(self._order, 1 + len(self._large))
-        carried: list[Any] = [None] * (len(ones) + sum(map(len, own)))
-        for place, i in zip(ones, self._ones, strict=True):
-            carried[place] = slots[i]
-        for place, buffer in zip(own[0], buffers[1 : self._num_buffers], strict=True):
-            carried[place] = buffer
-        for places, i in zip(own[1:], self._large, strict=True):
-            for place, j in zip(places, self._slots_of[i], strict=True):
-                carried[place] = slots[j]
+        carried: list[Any] = [None] * (len(self._long) + len(self._others))
+        for new, buffer in zip(self._long, buffers[1 : self._num_buffers], strict=True):
+            carried[new] = buffer
+        for new, old in self._others:
+            carried[new] = slots[old]
         return carried
 
     def _packed(self, carried: TrainState, before: TrainState) -> Packed:
         """What the next step gets: the carried state in its buffers and places."""
-        ones, own = compat_optimizer.slot_places(self._order, 1 + len(self._large))
         weights, slots = list(before.weights), list(before.slots)
         for i, value in zip(self._large, carried.weights[1:], strict=True):
             weights[i] = value
-        for place, i in zip(ones, self._ones, strict=True):
+        for place, i in self._others:
             slots[i] = carried.slots[place]
-        for places, i in zip(own[1:], self._large, strict=True):
-            for place, j in zip(places, self._slots_of[i], strict=True):
-                slots[j] = carried.slots[place]
         new = carried._replace(weights=weights, slots=slots)
-        flat = [carried.weights[0], *(carried.slots[place] for place in own[0])]
+        flat = [carried.weights[0], *(carried.slots[place] for place in self._long)]
         flat = [buffer_slices.filled_up(buffer, self._size) for buffer in flat]
         rest = [
             self.packing.joined(new, i)
@@ -192,11 +179,9 @@ class FlatStep:
         return state
 
 
-def _slots_match(order: list[int], weights: list[Any], slots: list[Any]) -> bool:
-    """Whether the optimizer's variables are as `order` says, slots like weights."""
-    ones, own = compat_optimizer.slot_places(order, len(weights))
-    if len(ones) + sum(map(len, own)) != len(slots):
-        return False
+def _slots_match(optimizer: Any, weights: list[Any], slots: list[Any]) -> bool:
+    """Whether all weights have slots like themselves, of the same dtypes."""
+    _, own = compat_optimizer.slot_places(optimizer)
     dtypes = [[slots[place].dtype for place in places] for places in own]
     return all(dtype == dtypes[0] for dtype in dtypes) and all(
         slots[place].shape == weight.shape

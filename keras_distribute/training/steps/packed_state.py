@@ -14,6 +14,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -42,6 +43,22 @@ class Packed:
 
     buffers: list[Any]
     single: State
+
+
+def order_of(
+    groups: Sequence[Sequence[Any]], packing: Packing | None
+) -> tuple[list[Place], Any]:
+    """The places of what a step carries, flat (buffers: `(-1, i)`); its structure."""
+
+    def labels(g: int, count: int) -> list[SimpleNamespace]:
+        return [SimpleNamespace(place=(g, i)) for i in range(count)]
+
+    carried: Any = tuple(labels(g, len(group)) for g, group in enumerate(groups))
+    if packing is not None:
+        buffers = labels(-1, len(packing.buffers))
+        carried = Packed(buffers, packing.without_packed(carried))
+    leaves, structure = jax.tree.flatten(carried)
+    return [leaf.place for leaf in leaves], structure
 
 
 class Packing:

@@ -34,13 +34,7 @@ _AHEAD = 2  # Steps of each worker.
 
 
 class ScheduledStep:
-    """A step of a model, made on a worker.
-
-    Args:
-        strategy: Where it runs.
-        trainer: The model.
-        kind: `"train"`, `"test"` or `"predict"`.
-    """
+    """A step of a model, made on a worker."""
 
     def __init__(
         self, strategy: ParameterServerStrategy, trainer: Any, kind: str
@@ -207,10 +201,6 @@ class ScheduledStep:
 class MetricResults:
     """Computes the results of a model's metrics, in one program: operation by operation
     they would take as long as a step.
-
-    Args:
-        strategy: Of the model.
-        trainer: The model.
 
     Attributes:
         others: What else is computed from the values of metrics, by its name.

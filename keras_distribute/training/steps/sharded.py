@@ -38,9 +38,6 @@ _WEIGHTS, _OTHERS = 0, 1  # The groups of a state that a forward pass takes.
 class DividedState:
     """The state of a step, of which each replica has a part.
 
-    Args:
-        groups: The variables behind it.
-
     Attributes:
         axes: Of each array the dimension that is divided over the replicas, or `None`.
     """
@@ -122,12 +119,7 @@ def traced(
 
 
 def sharded_step(step: Step, state: DividedState) -> Step:
-    """A step over the global batch, as XLA divides it.
-
-    Args:
-        step: Keras's step, or the user's own.
-        state: What it takes.
-    """
+    """A step over the global batch, as XLA divides it."""
 
     def on_shards(values: Any, data: Any) -> Any:
         leaves, structure = jax.tree.flatten((values, data))

@@ -18,7 +18,7 @@ from keras_distribute.devices.launches import Landing, launches
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.devices.placement import Placement
 from keras_distribute.errors import ContextError
-from keras_distribute.training.steps.packed_state import Packed, Packing, Place, State
+from keras_distribute.training.steps.packed_state import Packing, Place, State, order_of
 from keras_distribute.variables import (
     DistributedVariable,
     Holder,
@@ -63,10 +63,8 @@ class StepState(Holder):
     """The state that a step takes and returns, as a flat list of arrays.
 
     Args:
-        groups: The variables behind Keras's groups of values.
         packing: Which of them share a buffer; `None` if none do.
         components: Those whose components on the replicas the step takes.
-        placement: Of their strategy.
     """
 
     def __init__(
@@ -88,16 +86,8 @@ class StepState(Holder):
         self._components = frozenset(components)
         self._unpacked: tuple[Any, State | None] = (None, None)
         self._stored: dict[Place, Any] = {}
-        labels = tuple(
-            [_Label((g, i)) for i in range(len(group))]
-            for g, group in enumerate(groups)
-        )
-        carried: Any = labels
-        if packing is not None:
-            buffers = [_Label((-1, i)) for i in range(len(packing.buffers))]
-            carried = Packed(buffers, packing.without_packed(labels))
-        leaves, self._structure = jax.tree.flatten(carried)
-        self._index = {leaf.place: i for i, leaf in enumerate(leaves)}
+        places, self._structure = order_of(groups, packing)
+        self._index = {place: i for i, place in enumerate(places)}
 
     def is_of(self, groups: Sequence[Sequence[Any]]) -> bool:
         """Whether it holds the values of these variables, in this order."""
@@ -229,11 +219,7 @@ class ArrayState:
         self.landing: Landing = [(None, leaves)]
 
     def take(self) -> list[Any]:
-        """The arrays.
-
-        Raises:
-            ContextError: If one is deleted.
-        """
+        """The arrays."""
         arrays = self.landing[-1][1]
         deleted = first_deleted(arrays)
         if deleted is not None:
@@ -263,10 +249,3 @@ def ids_of(groups: Sequence[Sequence[Any]]) -> tuple[tuple[int, ...], ...]:
 def is_held(state: Sequence[Any]) -> bool:
     """Whether a state that Keras handed over only shows what a `StepState` holds."""
     return all(isinstance(group, StateGroup) for group in state)
-
-
-class _Label:
-    """Stands for an array where the order of a flattened state is found out."""
-
-    def __init__(self, place: Place) -> None:
-        self.place = place

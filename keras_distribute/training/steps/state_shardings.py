@@ -26,11 +26,7 @@ from keras_distribute.variables import DistributedVariable, MirroredVariable
 
 
 def check_slot_of(weight: Any) -> None:
-    """Raises where an optimizer would have slots outside of its weights' strategy.
-
-    Raises:
-        VariableScopeError: With what to write instead.
-    """
+    """Raises where an optimizer would have slots outside of its weights' strategy."""
     if isinstance(weight, DistributedVariable) and not context.has_strategy():
         raise VariableScopeError(
             f"The slots of an optimizer are created where its weights are: "

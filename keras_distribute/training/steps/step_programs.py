@@ -29,6 +29,7 @@ from keras_distribute.training.steps.packed_state import (
     Place,
     State,
     form_of,
+    order_of,
 )
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
@@ -70,13 +71,7 @@ class _Faults(NamedTuple):
 
 
 class StepPrograms:
-    """What a step is compiled to.
-
-    Args:
-        strategy: Where it runs.
-        carried: The step.
-        groups: The variables behind the state.
-    """
+    """What a step is compiled to."""
 
     def __init__(
         self, strategy: Strategy, carried: CarriedStep, groups: Sequence[list[Any]]
@@ -90,12 +85,7 @@ class StepPrograms:
         self._executables: dict[Any, Executable] = {}
         self.latest: batches.Placed | None = None  # A batch, as shapes.
         self._taken = frozenset(id(v) for group in groups for v in group)
-        labels = tuple([0] * len(group) for group in groups)
-        state: Any = labels
-        if self._packing is not None:
-            buffers = [0] * len(self._packing.buffers)
-            state = Packed(buffers, self._packing.without_packed(labels))
-        self._structure = jax.tree.structure(state)
+        _, self._structure = order_of(groups, self._packing)
 
     def executable(self, placed: batches.Placed, size: int = 1) -> Executable:
         """The program for a batch of this form, or for `size` of them at once."""
@@ -365,9 +355,6 @@ def form_of_array(array: Any) -> jax.ShapeDtypeStruct:
 def _leaves_like(old: Any, new: Any) -> list[Any]:
     """The new state's arrays, in the form of the old one's: a step may be the user's
     own.
-
-    Raises:
-        ValueStructureError: Where they cannot be.
     """
     if isinstance(old, tuple) and isinstance(new, tuple | list):
         new = tuple(list(group) for group in new)

@@ -38,10 +38,6 @@ class SeenStep(NamedTuple):
 class WatchedStep:
     """Runs a training step: as it is, or once, if that was asked for, watched by
     somebody (`calls.watch_next_step`) or with flipped bits (`bit_flips.ask`).
-
-    Args:
-        trainer: The model.
-        step: Its step.
     """
 
     def __init__(self, trainer: Any, step: CompiledStep) -> None:
