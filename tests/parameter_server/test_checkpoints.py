@@ -6,7 +6,7 @@ import pytest
 
 import keras_distribute as kd
 from tests.exactness.harness import table
-from tests.parameter_server.test_fit import network
+from tests.parameter_server.test_fit import assert_same_weights, network
 
 X, Y = table(40)
 
@@ -83,11 +83,7 @@ def test_a_fit_that_is_broken_off_goes_on(one_worker, tmp_path, step):
     plain = network()
     plain.fit(X, Y, batch_size=5, epochs=3, verbose=0, shuffle=False)
     assert model.optimizer.iterations.numpy() == 24
-    for ours, theirs in zip(model.weights, plain.weights, strict=True):
-        if ours.dtype == "float32":
-            np.testing.assert_allclose(
-                ours.numpy(), theirs.numpy(), rtol=1e-5, atol=1e-6, err_msg=ours.path
-            )
+    assert_same_weights(model, plain)
 
 
 def test_a_save_waits_for_what_was_scheduled(strategy, tmp_path):

@@ -125,8 +125,8 @@ def test_clipping_looks_at_whole_gradients(one_worker, clip):
     )
 
 
-def network() -> keras.Model:
-    """Moving statistics, seeds, penalties, weighted metrics."""
+def network(optimizer: Any = None, **options: Any) -> keras.Model:
+    """Moving statistics, seeds, penalties; by default weighted metrics."""
     model = keras.Sequential(
         [
             keras.Input((6,)),
@@ -137,10 +137,21 @@ def network() -> keras.Model:
         ]
     )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    optimizer = keras.optimizers.Adam(0.02, epsilon=1e-2)
-    weighted = [keras.metrics.SparseCategoricalCrossentropy(from_logits=True)]
-    model.compile(optimizer, loss, metrics=["accuracy"], weighted_metrics=weighted)
+    if optimizer is None:
+        optimizer = keras.optimizers.Adam(0.02, epsilon=1e-2)
+        weighted = [keras.metrics.SparseCategoricalCrossentropy(from_logits=True)]
+        options = {"weighted_metrics": weighted}
+    model.compile(optimizer, loss, metrics=["accuracy"], **options)
     return model
+
+
+def assert_same_weights(model: keras.Model, other: keras.Model) -> None:
+    """Up to rounding; counters and seeds aside."""
+    for ours, theirs in zip(model.weights, other.weights, strict=True):
+        if ours.dtype == "float32":
+            np.testing.assert_allclose(
+                ours.numpy(), theirs.numpy(), rtol=1e-5, atol=1e-6, err_msg=ours.path
+            )
 
 
 @pytest.mark.sampled(2)

@@ -23,7 +23,11 @@ from tests.exactness.harness import (
     observe,
     table,
 )
-from tests.parameter_server.test_fit import CountingStep, counting_each_row
+from tests.parameter_server.test_fit import (
+    CountingStep,
+    counting_each_row,
+    network,
+)
 
 X, Y = table(54)
 OPTIMIZERS = {
@@ -32,22 +36,6 @@ OPTIMIZERS = {
         keras.optimizers.schedules.ExponentialDecay(0.02, 3, 0.5), epsilon=1e-2
     ),
 }
-
-
-def network(optimizer: Any, **options: Any) -> keras.Model:
-    """Moving statistics, seeds, penalties."""
-    model = keras.Sequential(
-        [
-            keras.Input((6,)),
-            layers.Dense(8, activation="relu", kernel_regularizer="l2"),
-            layers.BatchNormalization(),
-            layers.Dropout(0.3),
-            layers.Dense(3),
-        ]
-    )
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer, loss, metrics=["accuracy"], **options)
-    return model
 
 
 def linear(optimizer: Any) -> keras.Model:

@@ -6,8 +6,8 @@ import pytest
 from keras import layers
 
 import keras_distribute as kd
-from tests.parameter_server.test_fit import Largest
-from tests.parameter_server.test_local_steps import X, Y, network
+from tests.parameter_server.test_fit import Largest, network
+from tests.parameter_server.test_local_steps import X, Y
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -101,31 +101,22 @@ def assert_same(actual: JSON, expected: JSON) -> None:
 
 def form(encoded: JSON) -> JSON:
     """An encoded value without its numbers: tags, containers, dtypes and shapes."""
-    if not isinstance(encoded, dict):
-        return encoded
-    tag, content = next(iter(encoded.items()))
-    if tag in ("list", "tuple", *DISTRIBUTED):
-        return {tag: [form(item) for item in content]}
-    if tag in ("dict", "Pair"):
-        return {tag: {name: form(item) for name, item in content.items()}}
-    return (
-        encoded
-        if tag in ("python", "object", "error")
-        else f"{tag}{list(np.shape(decode(encoded)))}"
-    )
+    if _is_array(encoded):
+        return f"{next(iter(encoded))}{list(np.shape(decode(encoded)))}"
+    return _mapped(form, encoded)
 
 
-def numbers(encoded: JSON) -> Iterator[np.ndarray]:
+def numbers(encoded: JSON) -> list[np.ndarray]:
     """The arrays in an encoded value, in order."""
-    if isinstance(encoded, dict):
-        tag, content = next(iter(encoded.items()))
-        if tag in ("dict", "Pair"):
-            content = list(content.values())
-        if tag in ("list", "tuple", "dict", "Pair", *DISTRIBUTED):
-            for item in content:
-                yield from numbers(item)
-        elif tag not in ("python", "object", "error"):
-            yield decode(encoded)
+    found: list[np.ndarray] = []
+
+    def look(item: JSON) -> JSON:
+        if _is_array(item):
+            found.append(decode(item))
+        return _mapped(look, item)
+
+    look(encoded)
+    return found
 
 
 def without_64_bit(encoded: JSON) -> JSON:
@@ -138,10 +129,7 @@ def without_64_bit(encoded: JSON) -> JSON:
 
 def as_run_returns(encoded: JSON, replicas: int) -> JSON:
     """TensorFlow's result of `run` as ours: every array a PerReplica."""
-    if isinstance(encoded, dict) and next(iter(encoded)) not in (
-        *("python", "object", "error", "list", "tuple", "dict", "Pair"),
-        *DISTRIBUTED,
-    ):
+    if _is_array(encoded):
         assert (
             because("one replica") if replicas == 1 else because("always per replica")
         )
@@ -149,6 +137,12 @@ def as_run_returns(encoded: JSON, replicas: int) -> JSON:
     if is_distributed(encoded):
         return encoded
     return _mapped(lambda item: as_run_returns(item, replicas), encoded)
+
+
+def _is_array(encoded: JSON) -> bool:
+    containers = ("list", "tuple", "dict", "Pair", *DISTRIBUTED)
+    plain = ("python", "object", "error")
+    return isinstance(encoded, dict) and next(iter(encoded)) not in containers + plain
 
 
 def _mapped(fn: Callable[[JSON], JSON], encoded: JSON) -> JSON:
