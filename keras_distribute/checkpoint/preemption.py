@@ -115,12 +115,14 @@ class Watch:
             ).start()
         elif threading.current_thread() is threading.main_thread():
             watch, previous = weakref.ref(self), signal.getsignal(signal.SIGTERM)
+            process = os.getpid()
 
             def notice(*received: Any) -> None:
                 own = watch()
-                if own is not None and not own._stopped:
+                if own is not None and not own._stopped and os.getpid() == process:
                     own.notify()
-                else:  # Ended in another thread, or below a handler that came later.
+                # Ended in another thread, below a handler that came later, or forked.
+                else:
                     _pass_on(previous, *received)
 
             signal.signal(signal.SIGTERM, notice)

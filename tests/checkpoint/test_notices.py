@@ -5,6 +5,8 @@ own.
 from __future__ import annotations
 
 import functools
+import multiprocessing
+import os
 import signal
 import threading
 import time
@@ -327,6 +329,23 @@ def test_metrics_without_a_number(metrics: Any, tmp_path: Any) -> None:
     status = loop.manager.restore()
     assert status.metrics == {"total_run_calls": 1} | (metrics or {})
     loop.manager.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="This system has no fork.")
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_process_can_be_terminated(tmp_path: Any) -> None:
+    loop = Counting(tmp_path)
+    fork = multiprocessing.get_context("fork")
+    heard, says = fork.Pipe()
+    process = fork.Process(target=lambda: (says.send(None), time.sleep(30)))
+    process.start()
+    heard.recv()
+    process.terminate()
+    process.join()
+    assert process.exitcode == -signal.SIGTERM
+    loop.step()
+    loop.step()
+    assert loop.manager.all_steps() == []
 
 
 def test_a_dropped_handler_gives_the_signal_back(tmp_path: Any) -> None:
