@@ -221,10 +221,17 @@ class Watch:
     def _poll(self) -> None:
         watcher = self.config.termination_watcher_fn
         assert watcher is not None
+        has_failed = False
         while not self._stopped:
-            if watcher():
-                self.notify()
-                return
+            try:
+                if watcher():
+                    self.notify()
+                    return
+            except Exception:  # Of a service that is away for a moment.
+                if not has_failed:
+                    what = "termination_watcher_fn has failed; it is asked again."
+                    _log.warning(what, exc_info=True)
+                has_failed = True
             time.sleep(_POLL_SECONDS)
 
 

@@ -216,6 +216,25 @@ def test_another_notice_than_a_signal(tmp_path: Any) -> None:
     assert calls == ["asked", "exit"]
 
 
+def test_a_watcher_that_fails_is_asked_again(tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(preemption, "_POLL_SECONDS", 0.01)
+    answers: list[Any] = [OSError("no service"), OSError("no service"), True]
+
+    def told() -> bool:
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    watch = preemption.Watch(Config(termination_watcher_fn=told), lambda: 1)
+    watch.start()
+    end = time.monotonic() + 20
+    while not watch.is_notified() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert watch.is_notified() and not answers
+    watch.stop()
+
+
 def test_outside_of_the_main_thread_is_warned_about(tmp_path: Any) -> None:
     def train() -> None:
         with pytest.warns(
