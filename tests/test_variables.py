@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -172,6 +173,16 @@ def test_a_copy_in_a_scope_is_of_the_same_class(copied):
         made = [copied(plain), copied(mirrored_one)]
     assert list(map(type, made)) == [keras.Variable, kd.MirroredVariable]
     assert list(map(float, made)) == [2, 3] and made[0].path == "plain"
+
+
+def test_a_strategy_and_its_variables_stay_in_their_process():
+    strategy = mirrored(2)
+    with strategy.scope():
+        variable = keras.Variable(3.0)
+    assert copy.copy(strategy) is copy.deepcopy(strategy) is strategy
+    for each in (strategy, variable, strategy.scope):
+        with pytest.raises(TypeError, match="belong to the devices(.|\n)*Fix: make"):
+            pickle.dumps(each)
 
 
 def test_one_device_strategy_places_variables():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pathlib
+import shutil
 from typing import Any
 
 import jax
@@ -163,7 +164,12 @@ class StepReplay(keras.callbacks.Callback):
             if self._folder is None:
                 return None
             own = self._folder / f"step-{step:07}"
-            kept_steps.write(own, program, inputs, outputs, hashes, step)
+            try:
+                kept_steps.write(own, program, inputs, outputs, hashes, step)
+            except OSError as error:  # That bits differ is to be told nevertheless.
+                _log.warning("Step %d could not be kept in %s: %s", step, own, error)
+                shutil.rmtree(own, ignore_errors=True)
+                return None
             return str(own)
 
         report = replayed(program, inputs, outputs, step, keep)

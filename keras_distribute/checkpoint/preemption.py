@@ -115,12 +115,14 @@ class Watch:
             ).start()
         elif threading.current_thread() is threading.main_thread():
             watch, previous = weakref.ref(self), signal.getsignal(signal.SIGTERM)
+            process = os.getpid()
 
             def notice(*received: Any) -> None:
                 own = watch()
-                if own is not None and not own._stopped:
+                if own is not None and not own._stopped and os.getpid() == process:
                     own.notify()
-                else:  # Ended in another thread, or below a handler that came later.
+                # Ended in another thread, below a handler that came later, or forked.
+                else:
                     _pass_on(previous, *received)
 
             signal.signal(signal.SIGTERM, notice)
@@ -219,10 +221,17 @@ class Watch:
     def _poll(self) -> None:
         watcher = self.config.termination_watcher_fn
         assert watcher is not None
+        has_failed = False
         while not self._stopped:
-            if watcher():
-                self.notify()
-                return
+            try:
+                if watcher():
+                    self.notify()
+                    return
+            except Exception:  # Of a service that is away for a moment.
+                if not has_failed:
+                    what = "termination_watcher_fn has failed; it is asked again."
+                    _log.warning(what, exc_info=True)
+                has_failed = True
             time.sleep(_POLL_SECONDS)
 
 

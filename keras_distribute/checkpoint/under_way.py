@@ -111,6 +111,8 @@ class _Unfinished:
 
 
 unfinished = _Unfinished()
+if hasattr(os, "register_at_fork"):  # What its parent writes, that completes.
+    os.register_at_fork(after_in_child=unfinished.__init__)
 
 
 def begin(save: Save) -> None:

@@ -88,10 +88,14 @@ def keep(target: Target, key: str, answer: Compiled | str) -> None:
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(packed)
-        # Whole or not at all: another process may read it.
-        Path(name).replace(path)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(packed)
+            # Whole or not at all: another process may read it.
+            Path(name).replace(path)
+        except BaseException:
+            os.unlink(name)
+            raise
 
 
 def forget() -> None:

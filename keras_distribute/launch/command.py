@@ -30,6 +30,7 @@ process that failed first, whose traceback is shown last.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import itertools
@@ -200,17 +201,25 @@ class _Output:
             _print(f"[{index:>{self._width}}] {line.rstrip()}")
             if self._log_dir is None:
                 return
-            if index not in self._files:
-                self._log_dir.mkdir(parents=True, exist_ok=True)
-                name = str(index).replace(":", "-")
-                path = self._log_dir / f"process-{name}.log"
-                self._files[index] = path.open("a")
-            self._files[index].write(line)
-            self._files[index].flush()
+            try:
+                self._write(self._log_dir, index, line)
+            except OSError as error:
+                _say(f"writes no logs any more, only here: {error}.")
+                self._log_dir = None
+
+    def _write(self, folder: Path, index: int | str, line: str) -> None:
+        if index not in self._files:
+            folder.mkdir(parents=True, exist_ok=True)
+            name = str(index).replace(":", "-")
+            path = folder / f"process-{name}.log"
+            self._files[index] = path.open("a", encoding="utf-8")
+        self._files[index].write(line)
+        self._files[index].flush()
 
     def close(self) -> None:
         for file in self._files.values():
-            file.close()
+            with contextlib.suppress(OSError):  # It was said when it was written.
+                file.close()
 
 
 def launch(command: Sequence[str], options: LaunchOptions) -> int:

@@ -637,8 +637,20 @@ class Strategy(DeprecatedMethods):
         what = "The options of strategy.run are RunOptions."
         checks.instance("options", options, RunOptions | None, what, "kd.RunOptions()")
 
+    def __copy__(self) -> Strategy:
+        return self
+
     def __deepcopy__(self, memo: Any) -> Strategy:
         return self
+
+    def __reduce__(self) -> Any:
+        raise StructureTypeError(
+            "A strategy and its variables belong to the devices of their process, and "
+            "cannot be pickled.",
+            received=f"{self!r}.",
+            fix="make both where they are used; send model.get_weights(), or a whole "
+            "model: pickle.dumps(model).",
+        )
 
     def __repr__(self) -> str:
         devices = ", ".join(map(name_of, self.replica_mesh.devices))

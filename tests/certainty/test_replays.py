@@ -197,6 +197,32 @@ def test_the_error_and_the_step_on_disk(tmp_path: pathlib.Path) -> None:
     assert replay_command.main([str(kept)]) == 2
 
 
+def test_a_step_that_cannot_be_kept_is_told_nevertheless(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    with mirrored(3).scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    fault = kd.testing.Fault(
+        "flip",
+        step=1,
+        what="gradient",
+        variable=model.weights[0],
+        replica=1,
+        element=2,
+        bit=30,
+    )
+    replay = kd.callbacks.StepReplay(every=1, folder=tmp_path / "file")
+    x = np.ones((6, 3))
+    with pytest.raises(
+        kd.errors.StepReplayError, match=r"wrongly by cpu:1\."
+    ) as caught:
+        model.fit(x, x[:, :1], 3, verbose=0, callbacks=[fault, replay])
+    assert caught.value.report.folder is None
+    assert "Step 1 could not be kept" in caplog.text
+
+
 def test_cpu_devices_take_the_place_of_an_accelerator() -> None:
     """Which JAX would show alone."""
     code = (

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing
 import os
 import pathlib
 import threading
@@ -20,6 +21,7 @@ import pytest
 import keras_distribute as kd
 from keras_distribute.checkpoint import Checkpoint, CheckpointManager, under_way
 from keras_distribute.checkpoint import checkpoint as checkpoints
+from keras_distribute.checkpoint.manifest_item import ManifestHandler
 from keras_distribute.errors import CheckpointError, StructureTypeError
 
 from .support import Loop, assert_same_bits, bits, scope
@@ -547,6 +549,37 @@ def test_nothing_is_kept_of_saves_that_are_over(value: Value) -> None:
     value.save(synchronous, 2)
     assert synchronous.all_steps() == [1, 2]
     assert under_way.in_folder(manager.directory) is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="This system has no fork.")
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_process_that_ends_leaves_the_save_of_its_parent_alone(
+    value: Value, monkeypatch: Any
+) -> None:
+    """As the workers of a `DataLoader` of torch do."""
+    finalize, go_on = ManifestHandler.finalize, threading.Event()
+
+    def slow(*args: Any) -> None:
+        go_on.wait(30)
+        finalize(*args)
+
+    monkeypatch.setattr(ManifestHandler, "finalize", slow)
+
+    def fork() -> int | None:
+        process = multiprocessing.get_context("fork").Process(target=int)
+        process.start()
+        process.join(30)
+        return process.exitcode
+
+    with value.manager() as manager:
+        value.save(manager, 1)
+        assert fork() == 0
+        go_on.set()
+        manager.wait()
+        assert manager.all_steps() == [1]
+        assert fork() == 0
+        value.save(manager, 2)
+        assert manager.restore().step == 2
 
 
 def test_restoring_none_says_once_that_nothing_was_restored(value: Value) -> None:

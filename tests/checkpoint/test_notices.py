@@ -5,6 +5,8 @@ own.
 from __future__ import annotations
 
 import functools
+import multiprocessing
+import os
 import signal
 import threading
 import time
@@ -214,6 +216,25 @@ def test_another_notice_than_a_signal(tmp_path: Any) -> None:
     assert calls == ["asked", "exit"]
 
 
+def test_a_watcher_that_fails_is_asked_again(tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(preemption, "_POLL_SECONDS", 0.01)
+    answers: list[Any] = [OSError("no service"), OSError("no service"), True]
+
+    def told() -> bool:
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    watch = preemption.Watch(Config(termination_watcher_fn=told), lambda: 1)
+    watch.start()
+    end = time.monotonic() + 20
+    while not watch.is_notified() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert watch.is_notified() and not answers
+    watch.stop()
+
+
 def test_outside_of_the_main_thread_is_warned_about(tmp_path: Any) -> None:
     def train() -> None:
         with pytest.warns(
@@ -327,6 +348,23 @@ def test_metrics_without_a_number(metrics: Any, tmp_path: Any) -> None:
     status = loop.manager.restore()
     assert status.metrics == {"total_run_calls": 1} | (metrics or {})
     loop.manager.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="This system has no fork.")
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_process_can_be_terminated(tmp_path: Any) -> None:
+    loop = Counting(tmp_path)
+    fork = multiprocessing.get_context("fork")
+    heard, says = fork.Pipe()
+    process = fork.Process(target=lambda: (says.send(None), time.sleep(30)))
+    process.start()
+    heard.recv()
+    process.terminate()
+    process.join()
+    assert process.exitcode == -signal.SIGTERM
+    loop.step()
+    loop.step()
+    assert loop.manager.all_steps() == []
 
 
 def test_a_dropped_handler_gives_the_signal_back(tmp_path: Any) -> None:

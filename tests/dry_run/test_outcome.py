@@ -105,6 +105,10 @@ def test_answers_are_kept_in_the_folder_of_jaxs_cache(monkeypatch, tmp_path):
             answers.forget()
             file.write_bytes(broken)
             assert answers.kept(target, key) is None
+        file.unlink()
+        file.mkdir()  # It cannot be written: nothing else is left of it.
+        answers.keep(target, key, answer)
+        assert list((tmp_path / "programs").iterdir()) == [file]
         # Programs for CPUs are in JAX's own cache.
         answers.keep(targets.parse("cpu:1"), "other", answer)
         assert len(list((tmp_path / "programs").iterdir())) == 1

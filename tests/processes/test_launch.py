@@ -73,6 +73,18 @@ def test_every_process_has_its_place_and_its_lines(tmp_path, capsys):
     assert (logs / "process-1.log").read_text().splitlines()[0] == "2 1 3 --epochs 2"
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="No full device here.")
+def test_where_logs_cannot_be_written_the_lines_are_shown(tmp_path, capsys):
+    (tmp_path / "process-1.log").symlink_to("/dev/full")
+    path = script(tmp_path, "print('one', flush=True)\nprint('two')\n")
+    code, out = run(["--nproc", "2", "--log-dir", str(tmp_path), path], capsys)
+    assert code == 0
+    lines = out.splitlines()
+    assert {"[0] one", "[0] two", "[1] one", "[1] two"} <= {*lines}
+    (told,) = [line for line in lines if "No space left" in line]
+    assert told.startswith("[launch] writes no logs any more, only here: ")
+
+
 def test_another_host_goes_on_counting(tmp_path, capsys):
     path = script(tmp_path, "print(os.environ['KERAS_DISTRIBUTION_JOB_ADDRESSES'])\n")
     arguments = [
