@@ -15,6 +15,7 @@ from keras_distribute.errors import (
     StructureTypeError,
     ValueStructureError,
 )
+from keras_distribute.input.creator import batches_of
 from keras_distribute.run.arguments import Call
 from keras_distribute.scheduling import traces
 from keras_distribute.scheduling.values import (
@@ -226,7 +227,7 @@ class ClusterCoordinator:
                 "coordinator.create_per_worker_dataset(lambda: make_dataset())",
             ) from error
         with context.running_as(0):
-            element = next(iter(function()), None)
+            element = next(batches_of(function()), None)
         if element is None:
             raise InputError(
                 "The dataset of the workers has no batch.",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from keras_distribute import checks
+from keras_distribute.errors import InputError
 from keras_distribute.input.options import InputContext, InputOptions
 from keras_distribute.input.sharing import check_options
 
@@ -72,3 +73,19 @@ class DatasetCreator:
 
     def __repr__(self) -> str:
         return f"DatasetCreator({checks.shown(self.dataset_fn)})"
+
+
+def batches_of(dataset: Any) -> Iterator[Any]:
+    """One pass over what a dataset function of workers has returned.
+
+    Raises:
+        InputError: For what cannot be iterated.
+    """
+    if not (hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")):
+        raise InputError(
+            "A dataset function returns a dataset, or whatever else can be iterated.",
+            received=f"{checks.shown(dataset)}.",
+            fix="return it: of tf.data, Grain, torch, kd.ArrayDataset((x, y), "
+            "batch_size=64), or a generator of batches.",
+        )
+    return iter(dataset)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from keras_distribute import context
 from keras_distribute._compat import adapters as compat
 from keras_distribute.errors import ContextError, InputError
-from keras_distribute.input.creator import DatasetCreator
+from keras_distribute.input.creator import DatasetCreator, batches_of
 from keras_distribute.input.options import InputContext, InputOptions
 from keras_distribute.input.source import Batch, Position, Reader
 
@@ -108,7 +108,7 @@ def _check(creator: DatasetCreator, method: str) -> None:
 def _batches(dataset_fn: Callable[[InputContext], Any], workers: int) -> Iterator[Any]:
     """What a worker reads; runs there."""
     worker, count = context.current_worker() or 0, 0
-    for batch in dataset_fn(InputContext(workers, worker)):
+    for batch in batches_of(dataset_fn(InputContext(workers, worker))):
         yield batch
         count += 1
     raise InputError(

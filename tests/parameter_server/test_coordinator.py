@@ -682,6 +682,8 @@ def test_an_iterator_is_read_in_functions_alone(coordinator):
 def test_datasets_that_cannot_be_had(coordinator):
     with pytest.raises(kd.errors.InputError, match="no batch"):
         coordinator.create_per_worker_dataset(lambda: iter(()))
+    with pytest.raises(kd.errors.InputError, match=r"iterated\.\n  Received: None\."):
+        coordinator.create_per_worker_dataset(lambda: None)
     lock = __import__("threading").Lock()
     message = r"computes with numbers\.(.|\n)*dtype <U1\.(.|\n)*StringLookup"
     with pytest.raises(kd.errors.InputError, match=message):

@@ -285,6 +285,8 @@ def test_what_workers_cannot_do_is_said(make):
     options = kd.InputOptions(experimental_fetch_to_device=False)
     with pytest.raises(kd.errors.InputError, match="no options apply"):
         model.evaluate(Creator(batches, options), steps=2, verbose=0)
+    with pytest.raises(kd.errors.InputError, match=r"iterated\.\n  Received: None\."):
+        model.evaluate(Creator(lambda context: None), steps=2, verbose=0)
     assert model.evaluate(Creator(made()), steps=2, verbose=0)
 
 

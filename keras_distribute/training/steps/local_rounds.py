@@ -299,9 +299,10 @@ class LocalRounds(ScheduledStep):
             new, logs = steps.made(with_logs=metrics != steps.names_of_logs)
         # Of the sums of all groups, which the coordinator has, one knows a part.
         if logs is not None:
-            logs = {n: log for n, log in logs.items() if n not in steps.of_metrics}
-            self._names_of_results = list(steps.of_metrics)
-            self._results.others = _results_of(steps.of_metrics, metrics)
+            of_metrics = steps.logs_of_metrics()
+            logs = {name: log for name, log in logs.items() if name not in of_metrics}
+            self._names_of_results = list(of_metrics)
+            self._results.others = _results_of(of_metrics, metrics)
         for i, value in steps.own_changes(new):
             scope.add_update(([*groups.others, *groups.metrics][i], value))
         means, sums = steps.of_servers(new)

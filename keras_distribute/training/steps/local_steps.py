@@ -26,8 +26,6 @@ class LocalSteps:
 
     Attributes:
         names_of_logs: What a step returns.
-        of_metrics: Those of them that depend on variables of metrics, with the function
-            of what these variables are after the step; `None` where there is none.
     """
 
     def __init__(
@@ -41,7 +39,7 @@ class LocalSteps:
         self._on_servers = on_servers
         self._old = [*state.others, *state.metrics]
         self.names_of_logs: set[str] = set()
-        self.of_metrics: dict[str, Callable[[Sequence[Any]], Any] | None] = {}
+        self._looked: tuple[core.ClosedJaxpr, range, Any] | None = None
         self._kinds: list[Change] = []
         self._total_constants: list[Any] = []
         self._look_at_all()
@@ -57,6 +55,7 @@ class LocalSteps:
         def function(*arrays: Any) -> list[Any]:
             nonlocal structure
             logs, new = self._one(*jax.tree.unflatten(form, arrays))
+            self.names_of_logs = set(logs)
             made, structure = jax.tree.flatten(logs)
             return [*jax.tree.leaves(new), *made]
 
@@ -65,34 +64,13 @@ class LocalSteps:
         sizes = list(map(len, self._state))
         others, metrics = sizes[0], sum(sizes[:3])
         own = [*range(others, others + sizes[1]), *range(metrics, metrics + sizes[3])]
-        self._look_at_logs(inlined(program), range(metrics, sum(sizes)), structure)
+        self._looked = program, range(metrics, sum(sizes)), structure
         kinds = changes_of(program, own, own)
         constants = [
             added_constant(program, i, i) if kind is Change.ADDED else None
             for i, kind in zip(own, kinds, strict=True)
         ]
         return kinds, constants
-
-    def _look_at_logs(
-        self, program: core.ClosedJaxpr, metrics: range, structure: Any
-    ) -> None:
-        """Notes what a step returns, which follows its new state.
-
-        Args:
-            program: Of the step.
-            metrics: The places of their variables in the state.
-            structure: Of the logs.
-        """
-        made = program.jaxpr.outvars
-        logs = jax.tree.unflatten(structure, made[metrics.stop :])
-        self.names_of_logs = set(logs)
-        for name, log in logs.items():
-            outputs, form = jax.tree.flatten(log)
-            if not set(metrics).isdisjoint(part_of(program, outputs)[1]):
-                alone = between(program, [made[i] for i in metrics], outputs)
-                self.of_metrics[name] = (
-                    None if alone is None else _returning(alone, form)
-                )
 
     def _look_at_all(self) -> None:
         found = list(map(self._look, self._runs))
@@ -107,6 +85,23 @@ class LocalSteps:
             if not is_metric and all(each is not None for each in constants):
                 total = sum(map(_times, constants, lengths))
             self._total_constants.append(total)
+
+    def logs_of_metrics(self) -> dict[str, Callable[[Sequence[Any]], Any] | None]:
+        """What a step returns that depends on variables of metrics: each with the
+        function of what these are after the step; `None` where it needs more.
+        """
+        assert self._looked is not None
+        program, metrics, structure = self._looked
+        program = inlined(program)
+        made = program.jaxpr.outvars
+        found: dict[str, Callable[[Sequence[Any]], Any] | None] = {}
+        logs = jax.tree.unflatten(structure, made[metrics.stop :])
+        for name, log in logs.items():
+            outputs, form = jax.tree.flatten(log)
+            if not set(metrics).isdisjoint(part_of(program, outputs)[1]):
+                alone = between(program, [made[i] for i in metrics], outputs)
+                found[name] = None if alone is None else _returning(alone, form)
+        return found
 
     def _one(self, state: TrainState, data: Any) -> tuple[Any, TrainState]:
         """One step; what it makes has the old types."""
