@@ -28,6 +28,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from keras_distribute import checks
 from keras_distribute._compat import checkpoint as compat
 from keras_distribute.checkpoint import manifest as manifests
 from keras_distribute.checkpoint import tables, under_way
@@ -314,8 +315,11 @@ def _remove(directory: str) -> None:
     with writing(directory):
         if trash.exists():
             trash.rmtree()
-        if folder.exists():
+        if "://" in directory:  # A store would copy each file to rename it.
+            trash = folder
+        elif folder.exists():
             folder.rename(trash)
+        if trash.exists():
             trash.rmtree()
 
 
@@ -328,6 +332,7 @@ def absolute(path: Any) -> str:
     """The path as Orbax takes it.
 
     Raises:
+        BackendError: For a bucket, without the package that deletes in it.
         CheckpointError: For an address of a kind that Orbax does not know.
     """
     try:
@@ -336,8 +341,11 @@ def absolute(path: Any) -> str:
         raise CheckpointError(
             f"Checkpoints cannot be at addresses that begin with {kind.args[0]}.",
             received=f"{os.fspath(path)!r}.",
-            fix="gs://bucket/folder, s3://bucket/folder, or a path of this machine.",
+            fix="gs://bucket/folder, or a path of this machine.",
         ) from kind
+    if str(own).startswith("gs://"):
+        what = "Checkpoints in gs:// need the client of Google Cloud Storage."
+        checks.imported("google.cloud.storage", what, "pip install gcsfs")
     # Of an object store, `absolute` makes a path below the working directory.
     return str(own if "://" in str(own) else own.absolute())
 

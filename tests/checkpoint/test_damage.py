@@ -13,6 +13,8 @@ import pathlib
 import random
 import shutil
 import subprocess
+import sys
+import types
 import warnings
 from typing import Any
 
@@ -22,7 +24,11 @@ import pytest
 from etils import epath
 
 from keras_distribute.checkpoint import Checkpoint, CheckpointManager, storage
-from keras_distribute.errors import CheckpointError, DamagedCheckpointError
+from keras_distribute.errors import (
+    BackendError,
+    CheckpointError,
+    DamagedCheckpointError,
+)
 
 from . import interrupting
 from .support import assert_same_bits, bits, scope
@@ -364,6 +370,10 @@ def test_a_folder_that_cannot_be_reached_is_not_empty(
     def exists(path: epath.Path) -> bool:
         raise RuntimeError("Could not resolve host")
 
+    monkeypatch.setitem(sys.modules, "google.cloud.storage", None)
+    with pytest.raises(BackendError, match=r"gs:// need(.*\n)*.*Fix: pip install gcs"):
+        CheckpointManager(run.checkpoint, "gs://bucket/run")
+    monkeypatch.setitem(sys.modules, "google.cloud.storage", types.ModuleType("it"))
     store = CheckpointManager(run.checkpoint, "gs://bucket/run")
     assert store.directory == "gs://bucket/run"
     assert store._folder.path(3) == "gs://bucket/run/3"
