@@ -209,6 +209,23 @@ def test_divisors_that_several_share(strategies, plain):
     check(strategies, plain, fn, rows, RNG.randn(6, 7).astype("float32"), rtol=1e-3)
 
 
+def test_divisors_that_are_compared_too(strategies, plain):
+    """In a loop, in a condition and in what is computed again, too."""
+
+    def scaled(x):
+        largest = jnp.sum(jnp.abs(x)) + 1
+        return jnp.where(x > largest, x, 0) + jnp.tanh(x) / largest + jnp.arange(37.0)
+
+    def fn(x):
+        chosen = lax.cond(x[0, 0] > -100, scaled, lambda x: x, x)
+        turned = lax.scan(lambda c, row: (scaled(c + row),) * 2, x[0], x)[1]
+        again = jax.grad(lambda x: jnp.sum(jax.checkpoint(scaled)(x) ** 2))(x)
+        return scaled(x), chosen, turned, again
+
+    rows = [RNG.randn(3, 37).astype("float32") for _ in range(8)]
+    check(strategies, plain, fn, rows, rtol=1e-4)
+
+
 def test_nothing(strategies, plain):
     def fn(x):
         none = jnp.zeros((8, 0)) + jnp.sum(x)
