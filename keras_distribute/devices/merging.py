@@ -1,11 +1,12 @@
 """Programs whose equal operations are one, and whose operands are as large as their
 results. Knows no Keras.
 
-For several devices, XLA merges equal broadcasts before it simplifies a program, for one
-device it does not (JAX 0.10). And it simplifies a value by what else takes it: a
-division by what is broadcast for it alone becomes a product. So all that is equal is
-merged beforehand, in loops and conditions, too; the broadcasts that JAX adds by itself
-when it compiles are written down for that.
+For several devices, XLA merges what is equal before it simplifies a program, for one
+device after (JAX 0.10). And it simplifies a value by what else takes it: a division by
+what is broadcast for it alone becomes a product. So all that is equal is merged
+beforehand, in loops and conditions, too; the broadcasts that JAX adds by itself when it
+compiles are written down for that. Constants are left to XLA: with them come those that
+JAX adds.
 """
 
 from __future__ import annotations
