@@ -3,6 +3,7 @@ devices, and what eight devices with a replica each give.
 """
 
 import os
+import re
 
 import jax
 import jax.numpy as jnp
@@ -207,6 +208,42 @@ def test_divisors_that_several_share(strategies, plain):
 
     rows = [RNG.randn(5, 6).astype("float32") for _ in range(8)]
     check(strategies, plain, fn, rows, RNG.randn(6, 7).astype("float32"), rtol=1e-3)
+
+
+def test_divisors_that_are_compared_too(strategies, plain):
+    """In a loop, in a condition and in what is computed again, too."""
+
+    def scaled(x):
+        largest = jnp.sum(jnp.abs(x)) + 1
+        return jnp.where(x > largest, x, 0) + jnp.tanh(x) / largest + jnp.arange(37.0)
+
+    def fn(x):
+        chosen = lax.cond(x[0, 0] > -100, scaled, lambda x: x, x)
+        turned = lax.scan(lambda c, row: (scaled(c + row),) * 2, x[0], x)[1]
+        again = jax.grad(lambda x: jnp.sum(jax.checkpoint(scaled)(x) ** 2))(x)
+        return scaled(x), chosen, turned, again
+
+    rows = [RNG.randn(3, 37).astype("float32") for _ in range(8)]
+    check(strategies, plain, fn, rows, rtol=1e-4)
+
+
+def test_equal_constants_are_one(strategies):
+    """What XLA fuses depends on who else takes a constant."""
+    split = PartitionSpec(AXIS)
+
+    def fn(x):
+        rows = jnp.where(x > 0, x, 0)
+        return jnp.sum(rows, keepdims=True), jnp.where(x < 0, 0, rows[0])
+
+    for mesh in [strategy.replica_mesh for strategy in strategies]:
+        program = jax.jit(
+            over_replicas(mesh, fn, split, split),
+            compiler_options=mesh.series.compiler_options,
+        )
+        text = program.lower(np.ones((24, 5), "float32")).compile().as_text()
+        for computation in text.split("\n\n"):
+            constants = re.findall(r"= (\w+\[\] constant\(.*?\))", computation)
+            assert len(constants) == len(set(constants)), computation
 
 
 def test_nothing(strategies, plain):

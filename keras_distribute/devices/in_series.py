@@ -102,7 +102,7 @@ class _Part:
         self._constants: dict[int, Any] = {}
         self._avals: list[Any] = []
         self._stacks: dict[int, Any] = {}
-        self._seen: dict[Hashable, list[int]] = {}
+        self._scalars: dict[Hashable, int] = {}
         numbers = [self._number(v.aval) for v in program.jaxpr.invars]
         self._known.update(zip(numbers, inputs, strict=True))
         operations: list[_Operation] = []
@@ -262,12 +262,6 @@ class _Part:
 
         for eqn in jaxpr.eqns:
             given = list(map(number_of, eqn.invars))
-            if eqn.primitive.name == "div":
-                eqn, given = self._with_whole_divisor(eqn, given, operations)
-            key = _key(eqn, given)
-            if key is not None and key in self._seen:
-                numbers.update(zip(eqn.outvars, self._seen[key], strict=True))
-                continue
             own = _own_axes(eqn)
             if own:
                 eqn, given = self._reduced(eqn, given, own, operations)
@@ -278,30 +272,8 @@ class _Part:
                 operations.append(_Operation(eqn, given, results))
             else:
                 results = self._opened(body, given, operations)
-            if key is not None:
-                self._seen[key] = results
             numbers.update(zip(eqn.outvars, results, strict=True))
         return list(map(number_of, jaxpr.outvars))
-
-    def _with_whole_divisor(
-        self, eqn: Any, given: Sequence[int], operations: list[_Operation]
-    ) -> tuple[Any, list[int]]:
-        """A division whose divisor has the shape of the result.
-
-        Where JAX broadcasts it by itself, each division has a broadcast of its own,
-        which XLA merges for several devices before it looks whether a divisor is shared
-        (`Series.compiler_options`).
-        """
-        dividend, divisor = eqn.invars
-        shape, own = eqn.outvars[0].aval.shape, divisor.aval.shape
-        if own == shape:
-            return eqn, list(given)
-        program = jax.make_jaxpr(
-            lambda a: lax.broadcast_in_dim(a, shape, range(len(own)))
-        )(jax.ShapeDtypeStruct(own, divisor.aval.dtype))
-        (whole,) = self._opened(program, given[1:], operations)
-        eqn = eqn.replace(invars=[dividend, core.Var(program.out_avals[0])])
-        return eqn, [given[0], whole]
 
     def _reduced(
         self,
@@ -327,16 +299,16 @@ class _Part:
     def _constant(self, value: Any, aval: Any) -> int:
         key: Hashable | None = None
         if not aval.shape and isinstance(value, (np.generic, np.ndarray, float, int)):
-            key = "constant", str(aval), np.asarray(value).tobytes()
-        if key is not None and key in self._seen:
-            return self._seen[key][0]
+            key = str(aval), np.asarray(value).tobytes()
+        if key is not None and key in self._scalars:
+            return self._scalars[key]
         number = self._number(aval)
         if aval.shape and not is_key(value):
             self._known[number] = Value(unknown.array(value, self._zero), True)
         else:
             self._constants[number] = value
         if key is not None:
-            self._seen[key] = [number]
+            self._scalars[key] = number
         return number
 
     def _sort(self, operations: list[_Operation]) -> None:
@@ -381,17 +353,6 @@ class _Part:
         wanted = (n for op in others if id(op) not in own for n in op.inputs)
         needed = dict.fromkeys(itertools.chain(self._outputs, wanted))
         return [number for number in needed if number in made]
-
-
-def _key(eqn: Any, inputs: Sequence[int]) -> Hashable | None:
-    """What is equal for two operations that give the same; `None`: nothing."""
-    key = eqn.primitive, tuple(inputs), tuple(sorted(eqn.params.items()))
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    alike = replication_proof.is_stateful(eqn) or replication_proof.communicates(eqn)
-    return None if alike else key
 
 
 def _own_axes(eqn: Any) -> tuple[int, ...]:

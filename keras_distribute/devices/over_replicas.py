@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from keras_distribute.devices import divided, in_series, unknown
 from keras_distribute.devices.axes import REPLICA_AXIS
 from keras_distribute.devices.in_turn import in_turn
+from keras_distribute.devices.merging import merged
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.devices.rewriting import rewritten
 from keras_distribute.devices.series import Series, Value
@@ -82,6 +83,7 @@ def _in_series(
         program, results = jax.make_jaxpr(
             one_replica, axis_env=[(REPLICA_AXIS, count)], return_shape=True
         )(*shapes)
+        parts = merged(program)
         out = _for_leaves(out_specs, results)
         returned = list(map(_split_axis, out))
 
@@ -93,7 +95,7 @@ def _in_series(
                 for array, axis in zip(arrays, given, strict=True)
             ]
             zero = unknown.zero(arrays)
-            outputs = in_series.run(series, program, inputs, zero)
+            outputs = in_series.run(series, parts, inputs, zero)
             return [
                 value.alone() if axis is None else _together(value.stacked(each), axis)
                 for value, axis in zip(outputs, returned, strict=True)

@@ -36,19 +36,16 @@ class Series:
         """What XLA is told, so that a replica's part is the same code on any number of
         devices.
 
-        For several devices, XLA merges equal operations before it simplifies them, for
-        one device after (JAX 0.10): a division by what two share becomes another
-        product then. `in_series.py` merges them itself. What in a loop depends on no
-        turn would be moved out of it, and joined with what is around; a condition could
-        become a choice of results. Loops over few bytes become one function on CPUs,
-        which LLVM compiles otherwise: it leaves out that a product is rounded to 16
-        bits before it is added, where the CPU can do both at once. On GPUs, XLA may
-        else choose algorithms by how fast they were, and add in any order
-        (https://openxla.org/xla/determinism).
+        What in a loop depends on no turn would be moved out of it, and joined with what
+        is around; a condition could become a choice of results. Loops over few bytes
+        become one function on CPUs, which LLVM compiles otherwise: it leaves out that a
+        product is rounded to 16 bits before it is added, where the CPU can do both at
+        once. On GPUs, XLA may else choose algorithms by how fast they were, and add in
+        any order (https://openxla.org/xla/determinism).
         """
         options: dict[str, Any] = {
-            DISABLED_PASSES: "cse,while-loop-invariant-code-motion,"
-            "simplify-conditional,small-while-loop-hoisting"
+            DISABLED_PASSES: "while-loop-invariant-code-motion,simplify-conditional,"
+            "small-while-loop-hoisting"
         }
         if self.platform == "gpu":
             options["xla_gpu_deterministic_ops"] = True
