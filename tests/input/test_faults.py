@@ -101,8 +101,12 @@ def test_an_exception_of_tf_data(ahead: int) -> None:
             1.0 / (10.0 - tf.cast(i, tf.float32)), "bad"
         )
     )
+    iterator = iter(distributed(dataset.batch(4), ahead))
     with pytest.raises(tf.errors.InvalidArgumentError, match="bad"):
-        list(distributed(dataset.batch(4), ahead))
+        list(iterator)
+    assert list(iterator) == []
+    whole = list(distributed(dataset.ignore_errors().batch(4), ahead))
+    assert sum(part.shape[0] for each in whole for part in each.values) == 19
 
 
 @pytest.mark.parametrize(
