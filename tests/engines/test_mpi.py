@@ -52,7 +52,7 @@ class Waits(keras.callbacks.Callback):
             time.sleep(1.0)
 
 
-strategy = ("""
+strategy = """
 SAVES = 'callbacks=[kd.callbacks.BackupAndRestore("backup", save_freq=2), Waits()]'
 
 
@@ -153,7 +153,7 @@ def test_several_hosts(kind, environment, tmp_path):
 def waiting(kind, environment, folder):
     """A training in the midst of its first epoch, and the numbers of its processes."""
     (folder / "wait").touch()
-    program = PROGRAM.replace("strategy = (", WAITS.strip(), 1)
+    program = PROGRAM.replace("strategy = ", WAITS.strip(), 1)
     program = program.replace("verbose=0", f"verbose=0, {SAVES}")
     job = started(kind, environment, folder, program)
     files = [folder / f"process-{number}" for number in range(4)]

@@ -69,7 +69,7 @@ def watched(program):
     """The page's program, with a callback beside its own, and its numbers at the end."""
     before, call, after = program.partition("callbacks=[backup]")
     assert call
-    head, first, rest = before.partition("strategy = (")
+    head, first, rest = before.partition("strategy = ")
     assert first
     return f"{head}{WATCH}\n\n{first}{rest}callbacks=[backup, Watch()]{after}{NUMBERS}"
 
@@ -267,11 +267,11 @@ class Raises(keras.callbacks.Callback):
             raise KeyError("label")
 
 
-strategy = ("""
+strategy = """
 
 
 def test_an_error_in_a_task_is_named_by_all(slurm, tmp_path):
-    program = block("train.py").replace("strategy = (", RAISES.strip())
+    program = block("train.py").replace("strategy = ", RAISES.strip())
     program = program.replace("callbacks=[backup]", "callbacks=[backup, Raises()]")
     training = Training(slurm, tmp_path, program=program)
     start = time.monotonic()
