@@ -315,12 +315,9 @@ def _remove(directory: str) -> None:
     with writing(directory):
         if trash.exists():
             trash.rmtree()
-        if "://" in directory:  # A store would copy each file to rename it.
-            trash = folder
-        elif folder.exists():
-            folder.rename(trash)
-        if trash.exists():
-            trash.rmtree()
+        if folder.exists():
+            # A store would copy each file to rename it.
+            (folder if "://" in directory else folder.rename(trash)).rmtree()
 
 
 def step_path(directory: str, step: int) -> str:

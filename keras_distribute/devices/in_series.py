@@ -41,7 +41,7 @@ from keras_distribute.devices.flat_arrays import (
     is_key,
     of_several,
 )
-from keras_distribute.devices.jaxprs import RECOMPUTED, bound, called
+from keras_distribute.devices.jaxprs import RECOMPUTED, bound, called, evaluated
 from keras_distribute.devices.series import Series, Value
 
 
@@ -250,30 +250,25 @@ class _Part:
         What is computed again to save memory stays one operation, unless the replicas
         communicate in it.
         """
-        jaxpr = program.jaxpr
-        numbers: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
-        for var, value in zip(jaxpr.constvars, program.consts, strict=True):
-            numbers[var] = self._constant(value, var.aval)
 
-        def number_of(atom: Any) -> int:
-            if isinstance(atom, core.Literal):
-                return self._constant(atom.val, atom.aval)
-            return numbers[atom]
-
-        for eqn in jaxpr.eqns:
-            given = list(map(number_of, eqn.invars))
+        def rule(eqn: Any, given: list[int]) -> list[int]:
             own = _own_axes(eqn)
             if own:
                 eqn, given = self._reduced(eqn, given, own, operations)
             body = called(eqn)
             whole = eqn.primitive.name in RECOMPUTED
-            if body is None or (whole and not replication_proof.communicates(eqn)):
-                results = [self._number(var.aval) for var in eqn.outvars]
-                operations.append(_Operation(eqn, given, results))
-            else:
-                results = self._opened(body, given, operations)
-            numbers.update(zip(eqn.outvars, results, strict=True))
-        return list(map(number_of, jaxpr.outvars))
+            if body is not None and (not whole or replication_proof.communicates(eqn)):
+                return self._opened(body, given, operations)
+            results = [self._number(var.aval) for var in eqn.outvars]
+            operations.append(_Operation(eqn, given, results))
+            return results
+
+        constants = zip(program.consts, program.jaxpr.constvars, strict=True)
+        numbers = [self._constant(value, var.aval) for value, var in constants]
+        closed = core.ClosedJaxpr(program.jaxpr, numbers)
+        return evaluated(
+            closed, inputs, rule, lambda atom: self._constant(atom.val, atom.aval)
+        )
 
     def _reduced(
         self,

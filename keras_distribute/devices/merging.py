@@ -36,7 +36,7 @@ class _Merging:
 
     def __init__(self) -> None:
         self._eqns: list[Any] = []
-        self._seen: dict[Hashable, Sequence[Any]] = {}
+        self._seen: dict[Hashable, list[Any]] = {}
         self._constants: list[tuple[core.Var, Any]] = []
         self._broadcast = functools.cache(_broadcast)
 
@@ -56,26 +56,18 @@ class _Merging:
 
     def _opened(self, program: core.ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
         """The variables of a program's outputs, for those of its inputs."""
-        jaxpr = program.jaxpr
-        known: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
-        for var, value in zip(jaxpr.constvars, program.consts, strict=True):
-            known[var] = self._constant(value, var.aval)
-
-        def read(atom: Any) -> Any:
-            return atom if isinstance(atom, core.Literal) else known[atom]
-
-        for eqn in jaxpr.eqns:
-            results = self._results(eqn, list(map(read, eqn.invars)))
-            known.update(zip(eqn.outvars, results, strict=True))
-        return list(map(read, jaxpr.outvars))
+        constants = zip(program.consts, program.jaxpr.constvars, strict=True)
+        known = [self._constant(value, var.aval) for value, var in constants]
+        closed = core.ClosedJaxpr(program.jaxpr, known)
+        return jaxprs.evaluated(closed, inputs, self._results, lambda atom: atom)
 
     def _constant(self, value: Any, aval: Any) -> core.Var:
         var = core.Var(aval)
         self._constants.append((var, value))
         return var
 
-    def _results(self, eqn: Any, given: list[Any]) -> Sequence[Any]:
-        called = _opened(eqn)
+    def _results(self, eqn: Any, given: list[Any]) -> list[Any]:
+        called = _called(eqn)
         if called is not None:
             return self._opened(called, given)
         if _needs_equal_shapes(eqn):
@@ -120,7 +112,7 @@ def _needs_equal_shapes(eqn: Any) -> bool:
     return name in elementwise.NAMES and name != "select_n" and len(eqn.invars) > 1
 
 
-def _opened(eqn: Any) -> core.ClosedJaxpr | None:
+def _called(eqn: Any) -> core.ClosedJaxpr | None:
     """The function that an operation calls, unless it is kept whole."""
     is_kept = eqn.primitive.name in jaxprs.RECOMPUTED
     is_kept = is_kept and not replication_proof.communicates(eqn)
