@@ -27,9 +27,10 @@ _OfTwo = Callable[[Any, Any], Any]
 
 def _tree(of_two: _OfTwo, stacked: Any) -> Any:
     """The sum, or the like, along axis 0, whose length is a power of two."""
-    while stacked.shape[0] > 1:
-        stacked = of_two(stacked[0::2], stacked[1::2])
-    return stacked[0]
+    rows = list(stacked)
+    while len(rows) > 1:
+        rows = [of_two(a, b) for a, b in zip(rows[::2], rows[1::2], strict=True)]
+    return rows[0]
 
 
 def _added(a: Any, b: Any) -> Any:

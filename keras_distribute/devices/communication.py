@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend import core
 
 from keras_distribute.devices import jaxprs, replication_proof
-from keras_distribute.devices.collectives import COLLECTIVES, SUMS, summed
+from keras_distribute.devices.collectives import COLLECTIVES, SUMS
 from keras_distribute.devices.series import Series, Value
 from keras_distribute.errors import ContextError
 
@@ -34,20 +34,8 @@ class Communication:
     ) -> None:
         self._series, self._run = series, run
 
-    def __call__(
-        self, eqns: Sequence[Any], given: Sequence[list[Value]]
-    ) -> list[list[Value]]:
-        """The results of operations that communicate, none of which needs another's."""
-        sums = [i for i, eqn in enumerate(eqns) if _is_sum(eqn)]
-        totals = iter(summed(self._series, [v for i in sums for v in given[i]]))
-        return [
-            [next(totals) for _ in values]
-            if _is_sum(eqn)
-            else self._result(eqn, values)
-            for eqn, values in zip(eqns, given, strict=True)
-        ]
-
-    def _result(self, eqn: Any, given: list[Value]) -> list[Value]:
+    def __call__(self, eqn: Any, given: list[Value]) -> list[Value]:
+        """The results of an operation that communicates."""
         name = eqn.primitive.name
         if name in HOLDING:
             return getattr(self, f"_{name}")(eqn, given)
@@ -136,7 +124,8 @@ class Communication:
         ]
 
 
-def _is_sum(eqn: Any) -> bool:
+def is_sum(eqn: Any) -> bool:
+    """Whether it adds up over all replicas."""
     return eqn.primitive.name in SUMS and not _groups_of(eqn)
 
 

@@ -9,39 +9,36 @@ shapes, with nothing around it that depends on the number of devices, and sums o
 replicas follow one binary tree (`collectives.py`): the results have the same bits on
 any number of devices.
 
-What is computed once is a branch of a condition: XLA compiles each body of a loop, and
-each branch, by itself. It must know neither the length of a loop nor the condition, or
-it would take apart a loop of a single turn, or the condition, and fuse what is in it
-with what is around it.
+What is computed once is a loop of one turn: XLA compiles each body of a loop by itself.
+It must not know the length of a loop, or it would take apart one of a single turn, and
+fuse what is in it with what is around it. A step's new weights take the memory of the
+old ones on the way through it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend import core
 
-from keras_distribute.devices import convolutions, own_index, replication_proof, unknown
-from keras_distribute.devices.axes import REPLICA_AXIS
-from keras_distribute.devices.collectives import OVER_AN_OWN_AXIS
-from keras_distribute.devices.communication import Communication
+from keras_distribute.devices import convolutions, own_index, unknown
+from keras_distribute.devices.collectives import summed
+from keras_distribute.devices.communication import Communication, is_sum
 from keras_distribute.devices.flat_arrays import (
     Form,
     entering,
     flattened,
     form_of,
     formed,
-    is_key,
     of_several,
 )
-from keras_distribute.devices.jaxprs import RECOMPUTED, bound, called, evaluated
+from keras_distribute.devices.jaxprs import bound
+from keras_distribute.devices.levels import Levels, Operation
 from keras_distribute.devices.series import Series, Value
 
 
@@ -59,102 +56,85 @@ def run(
     Raises:
         ContextError: For a communication that is none over all replicas.
     """
-    part = _Part(series, program, inputs, zero)
-    for level in range(part.num_levels):
+    levels = Levels(program, [value.is_equal for value in inputs])
+    part = _Part(series, levels, inputs, zero)
+    for level in range(levels.count):
         part.compute_equal(level)
         part.loop(level)
         part.communicate(level)
-    return part.outputs()
-
-
-# What is done again wherever a constant is needed in such a form.
-_LIGHT = {"broadcast_in_dim", "convert_element_type", "iota", "reshape", "squeeze"}
+    return [part.value(number) for number in levels.outputs]
 
 
 @dataclasses.dataclass
-class _Operation:
-    """An operation on numbered values.
+class _Joint:
+    """What each of the device's replicas adds to sums, of one dtype: a row of values,
+    one after the other.
 
     Args:
-        level: How many rounds of communication come before it.
+        size: Of a row, which any number of devices may divide among them.
     """
 
-    eqn: Any
-    inputs: list[int]
-    outputs: list[int]
-    level: int = 0
+    numbers: list[int]
+    dtype: Any
+    size: int
+    rows: Any = None
 
 
 class _Part:
-    """A program, taken apart: which of its operations are done once, which for each
-    replica, and when.
-    """
+    """What of a program one device does, and the values that it knows."""
 
     def __init__(
-        self,
-        series: Series,
-        program: core.ClosedJaxpr,
-        inputs: Sequence[Value],
-        zero: Any,
+        self, series: Series, levels: Levels, inputs: Sequence[Value], zero: Any
     ) -> None:
-        self._series, self._zero = series, zero
-        self._known: dict[int, Value] = {}
-        self._constants: dict[int, Any] = {}
-        self._avals: list[Any] = []
+        self._series, self._levels, self._zero = series, levels, zero
+        self._known = dict(zip(levels.inputs, inputs, strict=True))
+        for number, array in levels.arrays.items():
+            self._known[number] = Value(unknown.array(array, zero), True)
         self._stacks: dict[int, Any] = {}
-        self._scalars: dict[Hashable, int] = {}
-        numbers = [self._number(v.aval) for v in program.jaxpr.invars]
-        self._known.update(zip(numbers, inputs, strict=True))
-        operations: list[_Operation] = []
-        self._outputs = self._opened(program, numbers, operations)
-        self._anywhere: dict[int, _Operation] = {}
-        self._once: list[_Operation] = []
-        self._each: list[_Operation] = []
-        self._together: list[_Operation] = []
-        self._sort(operations)
-        everything = [*self._once, *self._each, *self._together]
-        self.num_levels = 1 + max((op.level for op in everything), default=0)
-
-    def outputs(self) -> list[Value]:
-        """What the program returns, once all levels are done."""
-        return list(map(self._value, self._outputs))
+        self._joints: list[_Joint] = []
 
     def compute_equal(self, level: int) -> None:
         """Does what is the same on every replica, once."""
-        leaving = self._leaving(self._once, level)
-        operations = _needed(_at(self._once, level), leaving)
+        operations, leaving = self._levels.at(self._levels.once, level)
         if not operations:
             return
-        taken = self._taken(operations)
+        given = {n: self._known[n].array for n in self._levels.taken(operations)}
+        replaced = self._levels.replaced
+        old = {n: replaced[n] for n in leaving if replaced.get(n) in given}
+        stay = {n: entering(a) for n, a in given.items() if n not in old.values()}
+        others = [number for number in leaving if number not in old]
+        forms: dict[int, Form] = {}
 
-        given = [self._known[number].array for number in taken]
-        flat, forms = list(map(entering, given)), dict[int, Any]()
-
-        def computed(flat: Any) -> list[Any]:
-            own = dict(zip(taken, map(formed, flat, map(form_of, given)), strict=True))
+        def turn(_: Any, carry: tuple[list[Any], list[Any]]) -> Any:
+            own = {n: formed(flat, form_of(given[n])) for n, flat in stay.items()}
+            own.update(zip(old.values(), carry[0], strict=True))
             self._compute(operations, own)
-            forms.update((number, form_of(own[number])) for number in leaving)
-            return [flattened(own[number]) for number in leaving]
+            forms.update((number, form_of(own[number])) for number in others)
+            return [own[n] for n in old], [flattened(own[n]) for n in others]
 
-        results = lax.cond(
-            self._zero == 0, computed, lambda _: self._zeros(leaving), flat
-        )
-        for number, array in zip(leaving, results, strict=True):
-            self._known[number] = Value(formed(array, forms[number]), True)
+        begin = [given[n] for n in old.values()], self._zeros(others)
+        new, flat = lax.fori_loop(0, 1 + self._zero, turn, begin)
+        results = dict(zip(old, new, strict=True))
+        for number, array in zip(others, flat, strict=True):
+            results[number] = formed(array, forms[number])
+        self._known.update((n, Value(array, True)) for n, array in results.items())
 
     def loop(self, level: int) -> None:
         """Does what is each replica's own, one replica after the other."""
-        leaving = self._leaving(self._each, level)
-        operations = _needed(_at(self._each, level), leaving)
+        operations, leaving = self._levels.at(self._levels.each, level)
         if not operations:
             return
-        taken = self._taken(operations)
+        taken = self._levels.taken(operations)
         first, each = self._series.first, self._series.each
         given = [self._known[number] for number in taken]
         stacks = [
             entering(value.array) if value.is_equal else self._stack(number)
             for number, value in zip(taken, given, strict=True)
         ]
+        self._join(level)
+        joined = {number for joint in self._joints for number in joint.numbers}
+        leaving = [number for number in leaving if number not in joined]
+        rows = [*([n] for n in leaving), *(joint.numbers for joint in self._joints)]
         forms: dict[int, Form] = {}
 
         def turn(j: Any, results: list[Any]) -> list[Any]:
@@ -168,19 +148,69 @@ class _Part:
                 own[number] = formed(flat, form)
             self._compute(operations, own, first + j)
             forms.update((number, form_of(own[number])) for number in leaving)
-            left = [flattened(own[number]) for number in leaving]
             return [
-                lax.dynamic_update_slice(stack, flat, (j * flat.size,))
-                for stack, flat in zip(results, left, strict=True)
+                _with_row(stack, j * ((stack.size - 1) // each), [own[n] for n in row])
+                for stack, row in zip(results, rows, strict=True)
             ]
 
         none = [of_several(jnp.tile(z, each)) for z in self._zeros(leaving)]
-        results = lax.fori_loop(0, each + self._zero, turn, none)
-        for number, flat in zip(leaving, results, strict=True):
+        none += [jnp.zeros(each * j.size + 1, j.dtype) for j in self._joints]
+        results = iter(lax.fori_loop(0, each + self._zero, turn, none))
+        for number, flat in zip(leaving, results, strict=False):
             form = forms[number]
             form = dataclasses.replace(form, shape=(each, *form.shape))
             self._stacks[number] = flat
             self._known[number] = Value(formed(flat[:-1], form), False)
+        for joint, flat in zip(self._joints, results, strict=True):
+            joint.rows = flat[:-1].reshape(each, joint.size)
+
+    def communicate(self, level: int) -> None:
+        """Does what the replicas do together, and what holds it."""
+        operations = [op for op in self._levels.together if op.level == level]
+        self._sum([op for op in operations if is_sum(op.eqn)])
+        together = Communication(
+            self._series,
+            lambda program, inputs: run(self._series, program, inputs, self._zero),
+        )
+        for op in operations:
+            if not is_sum(op.eqn):
+                results = together(op.eqn, list(map(self.value, op.inputs)))
+                self._known.update(zip(op.outputs, results, strict=True))
+
+    def value(self, number: int) -> Value:
+        """A value that is known, or made of what is."""
+        if number not in self._known:
+            own = {n: self._known[n].array for n in self._levels.needs([number])}
+            self._known[number] = Value(self._read(number, own), True)
+        return self._known[number]
+
+    def _join(self, level: int) -> None:
+        """Lets what replicas make for sums alone lie in one array of each dtype."""
+        self._joints, count = [], self._series.num_replicas
+        for dtype, numbers in self._levels.for_sums_alone(level).items():
+            size = sum(self._levels.avals[number].size for number in numbers)
+            self._joints.append(_Joint(numbers, dtype, -(-size // count) * count))
+
+    def _sum(self, operations: Sequence[Operation]) -> None:
+        """Adds up over the replicas, all of a dtype at once."""
+        levels, totals = self._levels, dict[int, list[int]]()
+        for op in operations:
+            for number, total in zip(op.inputs, op.outputs, strict=True):
+                totals.setdefault(number, []).append(total)
+        joints, self._joints = self._joints, []
+        joined = {number for joint in joints for number in joint.numbers}
+        alone = [number for number in totals if number not in joined]
+        values = [Value(joint.rows, False) for joint in joints]
+        sums = iter(summed(self._series, [*values, *map(self.value, alone)]))
+        for joint, value in zip(joints, sums, strict=False):
+            whole, begin = levels.number(value.array), 0
+            self._known[whole] = value
+            for number in joint.numbers:
+                part = levels.part(whole, begin, number)
+                levels.light.update(dict.fromkeys(totals[number], part))
+                begin += levels.avals[number].size
+        for number, value in zip(alone, sums, strict=True):
+            self._known.update(dict.fromkeys(totals[number], value))
 
     def _stack(self, number: int) -> Any:
         """The values of the device's replicas as a loop takes them."""
@@ -189,25 +219,13 @@ class _Part:
         return self._stacks[number]
 
     def _zeros(self, numbers: Sequence[int]) -> list[Any]:
-        avals = [self._avals[number] for number in numbers]
+        avals = [self._levels.avals[number] for number in numbers]
         shapes = [jax.eval_shape(flattened, aval) for aval in avals]
         return [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
 
-    def communicate(self, level: int) -> None:
-        """Does what the replicas do together, and what holds it."""
-        together = Communication(
-            self._series,
-            lambda program, inputs: run(self._series, program, inputs, self._zero),
-        )
-        operations = list(_at(self._together, level))
-        given = [list(map(self._value, op.inputs)) for op in operations]
-        all_results = together([op.eqn for op in operations], given)
-        for op, results in zip(operations, all_results, strict=True):
-            self._known.update(zip(op.outputs, results, strict=True))
-
     def _compute(
         self,
-        operations: Sequence[_Operation],
+        operations: Sequence[Operation],
         own: dict[int, Any],
         replica: Any = None,
     ) -> None:
@@ -221,156 +239,17 @@ class _Part:
 
     def _read(self, number: int, own: dict[int, Any]) -> Any:
         """A value inside of a loop, made there if it can be anywhere."""
-        if number in self._constants:
-            return self._constants[number]
+        if number in self._levels.constants:
+            return self._levels.constants[number]
         if number not in own:
-            op = self._anywhere[number]
-            given = [self._read(operand, own) for operand in op.inputs]
-            own.update(zip(op.outputs, bound(op.eqn, given), strict=True))
+            light = self._levels.light[number]
+            own[number] = light.made([self._read(n, own) for n in light.inputs])
         return own[number]
 
-    def _value(self, number: int) -> Value:
-        if number not in self._known:
-            self._known[number] = Value(self._read(number, {}), True)
-        return self._known[number]
 
-    def _number(self, aval: Any) -> int:
-        self._avals.append(aval)
-        return len(self._avals) - 1
-
-    def _opened(
-        self,
-        program: core.ClosedJaxpr,
-        inputs: Sequence[int],
-        operations: list[_Operation],
-    ) -> list[int]:
-        """Lists the operations of a program and of what it calls; the numbers of its
-        outputs.
-
-        What is computed again to save memory stays one operation, unless the replicas
-        communicate in it.
-        """
-
-        def rule(eqn: Any, given: list[int]) -> list[int]:
-            own = _own_axes(eqn)
-            if own:
-                eqn, given = self._reduced(eqn, given, own, operations)
-            body = called(eqn)
-            whole = eqn.primitive.name in RECOMPUTED
-            if body is not None and (not whole or replication_proof.communicates(eqn)):
-                return self._opened(body, given, operations)
-            results = [self._number(var.aval) for var in eqn.outvars]
-            operations.append(_Operation(eqn, given, results))
-            return results
-
-        constants = zip(program.consts, program.jaxpr.constvars, strict=True)
-        numbers = [self._constant(value, var.aval) for value, var in constants]
-        closed = core.ClosedJaxpr(program.jaxpr, numbers)
-        return evaluated(
-            closed, inputs, rule, lambda atom: self._constant(atom.val, atom.aval)
-        )
-
-    def _reduced(
-        self,
-        eqn: Any,
-        given: Sequence[int],
-        axes: tuple[int, ...],
-        operations: list[_Operation],
-    ) -> tuple[Any, list[int]]:
-        """A collective that reduces dimensions of each replica's value, too, as one
-        over the replicas alone, and its operands, which have lost those dimensions.
-        """
-        reduce = OVER_AN_OWN_AXIS[eqn.primitive.name]
-
-        def own(*arrays: Any) -> list[Any]:
-            return [reduce(a, axes).astype(a.dtype) for a in arrays]
-
-        avals = [atom.aval for atom in eqn.invars]
-        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-        program = jax.make_jaxpr(own)(*shapes)
-        params = {**eqn.params, "axes": (REPLICA_AXIS,)}
-        return eqn.replace(params=params), self._opened(program, given, operations)
-
-    def _constant(self, value: Any, aval: Any) -> int:
-        key: Hashable | None = None
-        if not aval.shape and isinstance(value, (np.generic, np.ndarray, float, int)):
-            key = str(aval), np.asarray(value).tobytes()
-        if key is not None and key in self._scalars:
-            return self._scalars[key]
-        number = self._number(aval)
-        if aval.shape and not is_key(value):
-            self._known[number] = Value(unknown.array(value, self._zero), True)
-        else:
-            self._constants[number] = value
-        if key is not None:
-            self._scalars[key] = number
-        return number
-
-    def _sort(self, operations: list[_Operation]) -> None:
-        """Says of each operation whether it is done once, for each replica, together,
-        or wherever it is needed; and at which level.
-        """
-        equal = {number: value.is_equal for number, value in self._known.items()}
-        equal.update(dict.fromkeys(self._constants, True))
-        levels = dict.fromkeys(equal, 0)
-        for op in operations:
-            op.level = level = max((levels[number] for number in op.inputs), default=0)
-            alike = [equal[number] for number in op.inputs]
-            if replication_proof.communicates(op.eqn):
-                self._together.append(op)
-                flags, level = replication_proof.equal_results(op.eqn, alike), level + 1
-            else:
-                once = all(alike) and not replication_proof.differs(op.eqn)
-                flags = [once] * len(op.outputs)
-                if op.eqn.primitive.name in _LIGHT and all(
-                    map(self._is_free, op.inputs)
-                ):
-                    self._anywhere.update(dict.fromkeys(op.outputs, op))
-                else:
-                    (self._once if once else self._each).append(op)
-            equal.update(zip(op.outputs, flags, strict=True))
-            levels.update(dict.fromkeys(op.outputs, level))
-
-    def _is_free(self, number: int) -> bool:
-        return number in self._constants or number in self._anywhere
-
-    def _taken(self, operations: Sequence[_Operation]) -> list[int]:
-        """What operations need from outside of them."""
-        made = {number for op in operations for number in op.outputs}
-        taken = dict.fromkeys(number for op in operations for number in op.inputs)
-        return [n for n in taken if n not in made and not self._is_free(n)]
-
-    def _leaving(self, operations: Sequence[_Operation], level: int) -> list[int]:
-        """What operations of one level make that others, or the caller, need."""
-        own = {id(op) for op in _at(operations, level)}
-        made = {number for op in _at(operations, level) for number in op.outputs}
-        others = itertools.chain(self._once, self._each, self._together)
-        wanted = (n for op in others if id(op) not in own for n in op.inputs)
-        needed = dict.fromkeys(itertools.chain(self._outputs, wanted))
-        return [number for number in needed if number in made]
-
-
-def _own_axes(eqn: Any) -> tuple[int, ...]:
-    """Of a collective, the dimensions of a replica's own value that it reduces: an
-    axis of `jax.vmap` that it names beside the replicas.
-    """
-    axes = eqn.params.get("axes", ())
-    if eqn.primitive.name not in OVER_AN_OWN_AXIS or REPLICA_AXIS not in axes:
-        return ()
-    return tuple(axis for axis in axes if isinstance(axis, int))
-
-
-def _at(operations: Sequence[_Operation], level: int) -> Iterator[_Operation]:
-    return (op for op in operations if op.level == level)
-
-
-def _needed(
-    operations: Iterable[_Operation], leaving: Sequence[int]
-) -> list[_Operation]:
-    """Those that something that leaves needs, or that do more than give results."""
-    wanted, needed = set(leaving), list[_Operation]()
-    for op in reversed(list(operations)):
-        if replication_proof.is_stateful(op.eqn) or not wanted.isdisjoint(op.outputs):
-            needed.append(op)
-            wanted.update(op.inputs)
-    return needed[::-1]
+def _with_row(stack: Any, begin: Any, arrays: Iterable[Any]) -> Any:
+    """A flat array with others put into it, one after the other."""
+    for flat in map(flattened, arrays):
+        stack = lax.dynamic_update_slice(stack, flat, (begin,))
+        begin += flat.size
+    return stack

@@ -1,0 +1,294 @@
+"""A replica's program, taken apart into numbered operations: which are done once on a
+device, which for each of its replicas, which together; after how many rounds of
+communication; and which of their values others need.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from keras_distribute.devices import replication_proof
+from keras_distribute.devices.axes import REPLICA_AXIS
+from keras_distribute.devices.collectives import OVER_AN_OWN_AXIS
+from keras_distribute.devices.communication import is_sum
+from keras_distribute.devices.flat_arrays import is_key
+from keras_distribute.devices.jaxprs import RECOMPUTED, bound, called, evaluated
+
+# What is done again wherever a constant, or something larger, is needed in such a form.
+_LIGHT = {"broadcast_in_dim", "convert_element_type", "iota", "reshape", "squeeze"}
+
+
+@dataclasses.dataclass
+class Operation:
+    """An operation on numbered values.
+
+    Args:
+        level: How many rounds of communication come before it.
+    """
+
+    eqn: Any
+    inputs: list[int]
+    outputs: list[int]
+    level: int = 0
+
+
+@dataclasses.dataclass
+class Light:
+    """A value that is made of others wherever it is needed.
+
+    Args:
+        made: The value, from those.
+    """
+
+    inputs: list[int]
+    made: Callable[[list[Any]], Any]
+
+
+class Levels:
+    """A program, taken apart.
+
+    Args:
+        equal: Which of its inputs are the same on every replica.
+
+    Attributes:
+        inputs, outputs: The numbers of what the program takes and returns.
+        avals: The shape and dtype of each value, by its number.
+        constants: Scalars and keys, which are known wherever they are needed.
+        arrays: Constants in more dimensions.
+        light: What is made of others wherever it is needed.
+        once, each, together: The operations on what is the same on every replica,
+            those of each replica, and those in which they communicate.
+        replaced: For an output, the input whose memory it may take, as JAX pairs them
+            where the caller gives inputs away: the first of a form with the first.
+    """
+
+    def __init__(self, program: core.ClosedJaxpr, equal: Sequence[bool]) -> None:
+        self.avals: list[Any] = []
+        self.constants: dict[int, Any] = {}
+        self.arrays: dict[int, Any] = {}
+        self.light: dict[int, Light] = {}
+        self.once: list[Operation] = []
+        self.each: list[Operation] = []
+        self.together: list[Operation] = []
+        self._scalars: dict[Hashable, int] = {}
+        self.inputs = [self.number(var.aval) for var in program.jaxpr.invars]
+        operations: list[Operation] = []
+        self.outputs = self._opened(program, self.inputs, operations)
+        self._sort(operations, equal)
+        self.replaced = self._pairs()
+
+    @property
+    def count(self) -> int:
+        """One more than there are rounds of communication."""
+        return 1 + max((op.level for op in self._everything()), default=0)
+
+    def number(self, aval: Any) -> int:
+        """The number of one value more."""
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def at(
+        self, operations: Sequence[Operation], level: int
+    ) -> tuple[list[Operation], list[int]]:
+        """Of all operations that are done in one way, those of one level that must be
+        done; and the values of them that others, or the caller, need.
+        """
+        here = [op for op in operations if op.level == level]
+        leaving = self._made_for_others(here, here)
+        wanted, needed = set(leaving), list[Operation]()
+        for op in reversed(here):
+            stateful = replication_proof.is_stateful(op.eqn)
+            if stateful or not wanted.isdisjoint(op.outputs):
+                needed.append(op)
+                wanted.update(self.needs(op.inputs))
+        return needed[::-1], leaving
+
+    def taken(self, operations: Sequence[Operation]) -> list[int]:
+        """What operations need from outside of them."""
+        made = {number for op in operations for number in op.outputs}
+        taken = dict.fromkeys(n for op in operations for n in self.needs(op.inputs))
+        return [number for number in taken if number not in made]
+
+    def needs(self, numbers: Iterable[int]) -> list[int]:
+        """What must be there to make values wherever they are needed: themselves, or
+        what they are made of.
+        """
+        found: list[int] = []
+        for number in numbers:
+            if number in self.light:
+                found += self.needs(self.light[number].inputs)
+            elif number not in self.constants:
+                found.append(number)
+        return found
+
+    def for_sums_alone(self, level: int) -> dict[Any, list[int]]:
+        """By dtype, what replicas make at a level that nothing but sums over them
+        needs, in the order in which it is made.
+        """
+        each = [op for op in self.each if op.level == level]
+        sums = [op for op in self.together if op.level == level and is_sum(op.eqn)]
+        elsewhere = set(self._made_for_others(each, [*each, *sums]))
+        summed = {number for op in sums for number in op.inputs} - elsewhere
+        of_dtypes: dict[Any, list[int]] = {}
+        for number in (n for op in each for n in op.outputs if n in summed):
+            of_dtypes.setdefault(self.avals[number].dtype, []).append(number)
+        return of_dtypes
+
+    def part(self, whole: int, begin: int, number: int) -> Light:
+        """A value of the form of another, as a part of a flat array."""
+        shape = self.avals[number].shape
+        return Light([whole], functools.partial(_part, begin, shape))
+
+    def _everything(self) -> Iterable[Operation]:
+        return itertools.chain(self.once, self.each, self.together)
+
+    def _made_for_others(
+        self, operations: Sequence[Operation], own: Sequence[Operation]
+    ) -> list[int]:
+        """What operations make that the caller, or others than `own`, need."""
+        known = set(map(id, own))
+        made = {number for op in operations for number in op.outputs}
+        others = (
+            n for op in self._everything() if id(op) not in known for n in op.inputs
+        )
+        needed = dict.fromkeys(self.needs(itertools.chain(self.outputs, others)))
+        return [number for number in needed if number in made]
+
+    def _pairs(self) -> dict[int, int]:
+        free: dict[Hashable, list[int]] = {}
+        for number in reversed(self.inputs):
+            free.setdefault(self._form(number), []).append(number)
+        outputs = dict.fromkeys(self.outputs)
+        return {n: same.pop() for n in outputs if (same := free.get(self._form(n)))}
+
+    def _form(self, number: int) -> Hashable:
+        aval = self.avals[number]
+        return aval.shape, aval.dtype
+
+    def _opened(
+        self,
+        program: core.ClosedJaxpr,
+        inputs: Sequence[int],
+        operations: list[Operation],
+    ) -> list[int]:
+        """Lists the operations of a program and of what it calls; the numbers of its
+        outputs.
+
+        What is computed again to save memory stays one operation, unless the replicas
+        communicate in it.
+        """
+
+        def rule(eqn: Any, given: list[int]) -> list[int]:
+            own = _own_axes(eqn)
+            if own:
+                eqn, given = self._reduced(eqn, given, own, operations)
+            body = called(eqn)
+            whole = eqn.primitive.name in RECOMPUTED
+            if body is not None and (not whole or replication_proof.communicates(eqn)):
+                return self._opened(body, given, operations)
+            results = [self.number(var.aval) for var in eqn.outvars]
+            operations.append(Operation(eqn, given, results))
+            return results
+
+        constants = zip(program.consts, program.jaxpr.constvars, strict=True)
+        numbers = [self._constant(value, var.aval) for value, var in constants]
+        closed = core.ClosedJaxpr(program.jaxpr, numbers)
+        return evaluated(
+            closed, inputs, rule, lambda atom: self._constant(atom.val, atom.aval)
+        )
+
+    def _reduced(
+        self,
+        eqn: Any,
+        given: Sequence[int],
+        axes: tuple[int, ...],
+        operations: list[Operation],
+    ) -> tuple[Any, list[int]]:
+        """A collective that reduces dimensions of each replica's value, too, as one
+        over the replicas alone, and its operands, which have lost those dimensions.
+        """
+        reduce = OVER_AN_OWN_AXIS[eqn.primitive.name]
+
+        def own(*arrays: Any) -> list[Any]:
+            return [reduce(a, axes).astype(a.dtype) for a in arrays]
+
+        avals = [atom.aval for atom in eqn.invars]
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        program = jax.make_jaxpr(own)(*shapes)
+        params = {**eqn.params, "axes": (REPLICA_AXIS,)}
+        return eqn.replace(params=params), self._opened(program, given, operations)
+
+    def _constant(self, value: Any, aval: Any) -> int:
+        key: Hashable | None = None
+        if not aval.shape and isinstance(value, (np.generic, np.ndarray, float, int)):
+            key = str(aval), np.asarray(value).tobytes()
+        if key is not None and key in self._scalars:
+            return self._scalars[key]
+        number = self.number(aval)
+        of_its_kind = (
+            self.arrays if aval.shape and not is_key(value) else self.constants
+        )
+        of_its_kind[number] = value
+        if key is not None:
+            self._scalars[key] = number
+        return number
+
+    def _sort(self, operations: list[Operation], inputs: Sequence[bool]) -> None:
+        """Says of each operation whether it is done once, for each replica, together,
+        or wherever it is needed; and at which level.
+        """
+        equal = dict(zip(self.inputs, inputs, strict=True))
+        equal.update(dict.fromkeys([*self.constants, *self.arrays], True))
+        levels = dict.fromkeys(equal, 0)
+        for op in operations:
+            op.level = level = max((levels[number] for number in op.inputs), default=0)
+            alike = [equal[number] for number in op.inputs]
+            if replication_proof.communicates(op.eqn):
+                self.together.append(op)
+                flags, level = replication_proof.equal_results(op.eqn, alike), level + 1
+            else:
+                once = all(alike) and not replication_proof.differs(op.eqn)
+                flags = [once] * len(op.outputs)
+                if once and self._is_light(op):
+                    light = Light(op.inputs, functools.partial(_only, op.eqn))
+                    self.light.update(dict.fromkeys(op.outputs, light))
+                else:
+                    (self.once if once else self.each).append(op)
+            equal.update(zip(op.outputs, flags, strict=True))
+            levels.update(dict.fromkeys(op.outputs, level))
+
+    def _is_light(self, op: Operation) -> bool:
+        if op.eqn.primitive.name not in _LIGHT:
+            return False
+        if all(n in self.constants or n in self.light for n in op.inputs):
+            return True
+        size = max(self.avals[number].size for number in op.inputs)
+        return self.avals[op.outputs[0]].size > size
+
+
+def _own_axes(eqn: Any) -> tuple[int, ...]:
+    """Of a collective, the dimensions of a replica's own value that it reduces: an
+    axis of `jax.vmap` that it names beside the replicas.
+    """
+    axes = eqn.params.get("axes", ())
+    if eqn.primitive.name not in OVER_AN_OWN_AXIS or REPLICA_AXIS not in axes:
+        return ()
+    return tuple(axis for axis in axes if isinstance(axis, int))
+
+
+def _only(eqn: Any, given: Sequence[Any]) -> Any:
+    (result,) = bound(eqn, given)
+    return result
+
+
+def _part(begin: int, shape: tuple[int, ...], given: Sequence[Any]) -> Any:
+    return given[0][begin : begin + math.prod(shape)].reshape(shape)
