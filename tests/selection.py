@@ -1,7 +1,7 @@
 """Which tests run where not all do, and in which order:
 
 - of the cases of a test that is marked `sampled(n)` one in `n`, always the same;
-- of the tests that take long, which `long_tests.txt` lists, one part of seven, each day
+- of the tests that take long, which `long_tests.txt` lists, one part of ten, each day
   another, where all tests are asked for. `--part 2` names a part, `--part 0` is all.
 
 With `EVERY_CASE` all of them run. What takes long is written down anew by
@@ -24,7 +24,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 import pytest
 
 LISTED = pathlib.Path(__file__).with_name("long_tests.txt")
-PARTS = 7
+PARTS = 10
 LONG = 1.0  # Seconds.
 
 # Files of few tests that take long: begun last, they would be the tail of a run.

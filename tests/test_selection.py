@@ -1,4 +1,4 @@
-"""Each long test runs on one day in five, and all others on every day."""
+"""Each long test runs on one day in ten, and all others on every day."""
 
 import pathlib
 import re
