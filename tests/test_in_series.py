@@ -608,3 +608,30 @@ def test_arrays_that_the_compiler_knows(strategies, plain):
         computations = lowered.as_text(dialect="hlo").split("\n\n")
         knowing = [each for each in computations if "constant({3})" in each]
         assert {each.lstrip()[:5] for each in knowing} <= {"ENTRY"}
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+def test_new_weights_take_the_place_of_old_ones(devices):
+    """And nothing large is there only because a scalar is needed in its form."""
+    rows, weights = (PartitionSpec(AXIS), PartitionSpec())
+
+    def step(w, slot, rate, x):
+        total = lax.psum(jnp.einsum("ri,rj->ij", x, jnp.tanh(x @ w)), AXIS)
+        slot = 0.9 * slot + total
+        return w - rate * slot / jnp.sqrt(1 + slot**2), slot, rate * 0.5
+
+    mesh = in_series(devices).replica_mesh
+    specs = (weights, weights, weights, rows)
+    w, slot = np.ones((2, 96, 96), "float32")
+    given = w, slot, np.float32(0.1), np.ones((32, 96), "float32")
+    program = over_replicas(mesh, step, specs, (weights, weights, weights))
+    lowered = jax.jit(
+        program,
+        donate_argnums=(0, 1, 2),
+        compiler_options=mesh.series.compiler_options,
+    ).lower(*given)
+    compiled = lowered.compile()
+    text = compiled.as_text()
+    assert re.findall(r"= f32\[(?:96,96|9216)\]\S* copy\(.*", text) == []
+    own, flat = w.nbytes * 8 // devices, w.nbytes
+    assert compiled.memory_analysis().temp_size_in_bytes < own + 4 * flat

@@ -265,6 +265,19 @@ class Levels:
                     (self.once if once else self.each).append(op)
             equal.update(zip(op.outputs, flags, strict=True))
             levels.update(dict.fromkeys(op.outputs, level))
+        self._delay(operations)
+
+    def _delay(self, operations: Sequence[Operation]) -> None:
+        """Lets what is done once wait for what needs it, instead of being kept."""
+        once, wanted = set(map(id, self.once)), dict[int, int]()
+        for op in reversed(operations):
+            if not self.light.keys().isdisjoint(op.outputs):
+                continue  # What it is made of is wanted by what needs it.
+            if id(op) in once and not replication_proof.is_stateful(op.eqn):
+                users = [wanted[number] for number in op.outputs if number in wanted]
+                op.level = min(users, default=op.level)
+            for number in self.needs(op.inputs):
+                wanted[number] = min(wanted.get(number, op.level), op.level)
 
     def _is_light(self, op: Operation) -> bool:
         if op.eqn.primitive.name not in _LIGHT:
