@@ -28,7 +28,7 @@ from jax.extend import core
 
 from keras_distribute.devices import convolutions, own_index, unknown
 from keras_distribute.devices.collectives import summed
-from keras_distribute.devices.communication import Communication, is_sum
+from keras_distribute.devices.communication import Communication
 from keras_distribute.devices.flat_arrays import (
     Form,
     entering,
@@ -95,7 +95,7 @@ class _Part:
 
     def compute_equal(self, level: int) -> None:
         """Does what is the same on every replica, once."""
-        operations, leaving = self._levels.at(self._levels.once, level)
+        operations, leaving = self._levels.at("once", level)
         if not operations:
             return
         given = {n: self._known[n].array for n in self._levels.taken(operations)}
@@ -121,7 +121,7 @@ class _Part:
 
     def loop(self, level: int) -> None:
         """Does what is each replica's own, one replica after the other."""
-        operations, leaving = self._levels.at(self._levels.each, level)
+        operations, leaving = self._levels.at("each", level)
         if not operations:
             return
         taken = self._levels.taken(operations)
@@ -166,16 +166,14 @@ class _Part:
 
     def communicate(self, level: int) -> None:
         """Does what the replicas do together, and what holds it."""
-        operations = [op for op in self._levels.together if op.level == level]
-        self._sum([op for op in operations if is_sum(op.eqn)])
+        self._sum(self._levels.at("sum", level)[0])
         together = Communication(
             self._series,
             lambda program, inputs: run(self._series, program, inputs, self._zero),
         )
-        for op in operations:
-            if not is_sum(op.eqn):
-                results = together(op.eqn, list(map(self.value, op.inputs)))
-                self._known.update(zip(op.outputs, results, strict=True))
+        for op in self._levels.at("together", level)[0]:
+            results = together(op.eqn, list(map(self.value, op.inputs)))
+            self._known.update(zip(op.outputs, results, strict=True))
 
     def value(self, number: int) -> Value:
         """A value that is known, or made of what is."""

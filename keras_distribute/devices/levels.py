@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -27,17 +27,25 @@ from keras_distribute.devices.jaxprs import RECOMPUTED, bound, called, evaluated
 _LIGHT = {"broadcast_in_dim", "convert_element_type", "iota", "reshape", "squeeze"}
 
 
+Kind = Literal["once", "each", "sum", "together"]
+_Group = tuple[Kind, int]
+
+
 @dataclasses.dataclass
 class Operation:
     """An operation on numbered values.
 
     Args:
+        kind: Whether it is done once on a device, since it is the same on every
+            replica, for each of its replicas, or together: as a sum over the replicas,
+            or in another way.
         level: How many rounds of communication come before it.
     """
 
     eqn: Any
     inputs: list[int]
     outputs: list[int]
+    kind: Kind = "once"
     level: int = 0
 
 
@@ -65,8 +73,7 @@ class Levels:
         constants: Scalars and keys, which are known wherever they are needed.
         arrays: Constants in more dimensions.
         light: What is made of others wherever it is needed.
-        once, each, together: The operations on what is the same on every replica,
-            those of each replica, and those in which they communicate.
+        count: Of the levels: one more than there are rounds of communication.
         replaced: For an output, the input whose memory it may take, as JAX pairs them
             where the caller gives inputs away: the first of a form with the first.
     """
@@ -76,41 +83,27 @@ class Levels:
         self.constants: dict[int, Any] = {}
         self.arrays: dict[int, Any] = {}
         self.light: dict[int, Light] = {}
-        self.once: list[Operation] = []
-        self.each: list[Operation] = []
-        self.together: list[Operation] = []
+        self._groups = defaultdict[_Group, list[Operation]](list)
+        self._readers = defaultdict[int, set[_Group | None]](set)  # None: the caller.
         self._scalars: dict[Hashable, int] = {}
         self.inputs = [self.number(var.aval) for var in program.jaxpr.invars]
         operations: list[Operation] = []
         self.outputs = self._opened(program, self.inputs, operations)
-        self._sort(operations, equal)
+        self._group(self._sort(operations, equal))
+        self.count = 1 + max((level for _, level in self._groups), default=0)
         self.replaced = self._pairs()
-
-    @property
-    def count(self) -> int:
-        """One more than there are rounds of communication."""
-        return 1 + max((op.level for op in self._everything()), default=0)
 
     def number(self, aval: Any) -> int:
         """The number of one value more."""
         self.avals.append(aval)
         return len(self.avals) - 1
 
-    def at(
-        self, operations: Sequence[Operation], level: int
-    ) -> tuple[list[Operation], list[int]]:
-        """Of all operations that are done in one way, those of one level that must be
-        done; and the values of them that others, or the caller, need.
+    def at(self, kind: Kind, level: int) -> tuple[list[Operation], list[int]]:
+        """The operations of one kind and level, and the values of them that others, or
+        the caller, need.
         """
-        here = [op for op in operations if op.level == level]
-        leaving = self._made_for_others(here, here)
-        wanted, needed = set(leaving), list[Operation]()
-        for op in reversed(here):
-            stateful = replication_proof.is_stateful(op.eqn)
-            if stateful or not wanted.isdisjoint(op.outputs):
-                needed.append(op)
-                wanted.update(self.needs(op.inputs))
-        return needed[::-1], leaving
+        here, own = self._groups[kind, level][::-1], {(kind, level)}
+        return here, [n for op in here for n in op.outputs if self._readers[n] - own]
 
     def taken(self, operations: Sequence[Operation]) -> list[int]:
         """What operations need from outside of them."""
@@ -134,34 +127,17 @@ class Levels:
         """By dtype, what replicas make at a level that nothing but sums over them
         needs, in the order in which it is made.
         """
-        each = [op for op in self.each if op.level == level]
-        sums = [op for op in self.together if op.level == level and is_sum(op.eqn)]
-        elsewhere = set(self._made_for_others(each, [*each, *sums]))
-        summed = {number for op in sums for number in op.inputs} - elsewhere
+        here = {("each", level), ("sum", level)}
         of_dtypes: dict[Any, list[int]] = {}
-        for number in (n for op in each for n in op.outputs if n in summed):
-            of_dtypes.setdefault(self.avals[number].dtype, []).append(number)
+        for number in self.at("each", level)[1]:
+            if self._readers[number] <= here:
+                of_dtypes.setdefault(self.avals[number].dtype, []).append(number)
         return of_dtypes
 
     def part(self, whole: int, begin: int, number: int) -> Light:
         """A value of the form of another, as a part of a flat array."""
         shape = self.avals[number].shape
         return Light([whole], functools.partial(_part, begin, shape))
-
-    def _everything(self) -> Iterable[Operation]:
-        return itertools.chain(self.once, self.each, self.together)
-
-    def _made_for_others(
-        self, operations: Sequence[Operation], own: Sequence[Operation]
-    ) -> list[int]:
-        """What operations make that the caller, or others than `own`, need."""
-        known = set(map(id, own))
-        made = {number for op in operations for number in op.outputs}
-        others = (
-            n for op in self._everything() if id(op) not in known for n in op.inputs
-        )
-        needed = dict.fromkeys(self.needs(itertools.chain(self.outputs, others)))
-        return [number for number in needed if number in made]
 
     def _pairs(self) -> dict[int, int]:
         free: dict[Hashable, list[int]] = {}
@@ -242,42 +218,52 @@ class Levels:
             self._scalars[key] = number
         return number
 
-    def _sort(self, operations: list[Operation], inputs: Sequence[bool]) -> None:
-        """Says of each operation whether it is done once, for each replica, together,
-        or wherever it is needed; and at which level.
+    def _sort(
+        self, operations: list[Operation], inputs: Sequence[bool]
+    ) -> list[Operation]:
+        """Says of each operation whether it is done once, for each replica, or
+        together, and at which level; all but what is done wherever it is needed.
         """
         equal = dict(zip(self.inputs, inputs, strict=True))
         equal.update(dict.fromkeys([*self.constants, *self.arrays], True))
         levels = dict.fromkeys(equal, 0)
+        kept: list[Operation] = []
         for op in operations:
             op.level = level = max((levels[number] for number in op.inputs), default=0)
             alike = [equal[number] for number in op.inputs]
             if replication_proof.communicates(op.eqn):
-                self.together.append(op)
+                op.kind = "sum" if is_sum(op.eqn) else "together"
                 flags, level = replication_proof.equal_results(op.eqn, alike), level + 1
             else:
                 once = all(alike) and not replication_proof.differs(op.eqn)
-                flags = [once] * len(op.outputs)
-                if once and self._is_light(op):
-                    light = Light(op.inputs, functools.partial(_only, op.eqn))
-                    self.light.update(dict.fromkeys(op.outputs, light))
-                else:
-                    (self.once if once else self.each).append(op)
+                op.kind, flags = "once" if once else "each", [once] * len(op.outputs)
+            if op.kind == "once" and self._is_light(op):
+                light = Light(op.inputs, functools.partial(_only, op.eqn))
+                self.light.update(dict.fromkeys(op.outputs, light))
+            else:
+                kept.append(op)
             equal.update(zip(op.outputs, flags, strict=True))
             levels.update(dict.fromkeys(op.outputs, level))
-        self._delay(operations)
+        return kept
 
-    def _delay(self, operations: Sequence[Operation]) -> None:
-        """Lets what is done once wait for what needs it, instead of being kept."""
-        once, wanted = set(map(id, self.once)), dict[int, int]()
+    def _group(self, operations: Sequence[Operation]) -> None:
+        """Notes which operations there are of each kind and level, from the last to the
+        first, and which of them need which values. What nobody needs is left out, and
+        what is done once waits for what needs it.
+        """
+        for number in self.needs(self.outputs):
+            self._readers[number].add(None)
         for op in reversed(operations):
-            if not self.light.keys().isdisjoint(op.outputs):
-                continue  # What it is made of is wanted by what needs it.
-            if id(op) in once and not replication_proof.is_stateful(op.eqn):
-                users = [wanted[number] for number in op.outputs if number in wanted]
-                op.level = min(users, default=op.level)
+            readers = set().union(*(self._readers[number] for number in op.outputs))
+            stateful = replication_proof.is_stateful(op.eqn)
+            if not readers and not stateful:
+                continue
+            if op.kind == "once" and not stateful:
+                op.level = min((r[1] for r in readers if r), default=op.level)
+            group = op.kind, op.level
+            self._groups[group].append(op)
             for number in self.needs(op.inputs):
-                wanted[number] = min(wanted.get(number, op.level), op.level)
+                self._readers[number].add(group)
 
     def _is_light(self, op: Operation) -> bool:
         if op.eqn.primitive.name not in _LIGHT:
