@@ -105,6 +105,14 @@ def test_operations_in_a_step(strategy, step):
     assert tf.random.normal([2]).shape == 2
 
 
+def test_a_step_that_is_a_tf_function_is_not_traced_by_tensorflow(strategy):
+    traced = []
+    step = tf.function(lambda: traced.append(1))
+    with pytest.raises(errors.ContextError, match="(?s)Received: a tf.function.*Fix"):
+        strategy.run(step)
+    assert not traced
+
+
 def test_constants_and_errors_of_other_origin_are_left_alone(strategy):
     found = strategy.run(lambda x: x + (tf.range(2.0) * 2).numpy(), args=(X,))
     np.testing.assert_array_equal(found.values[1], [[1.0, 3.0]] * 4)

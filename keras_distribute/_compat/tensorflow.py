@@ -110,6 +110,14 @@ def is_tracing() -> bool:
     return _has_devices(tensorflow) and cast(Any, tensorflow).inside_function()
 
 
+def is_function(function: Any) -> bool:
+    """Whether it is a `tf.function`."""
+    tensorflow: Any = sys.modules.get(_NAME)
+    return _has_devices(tensorflow) and isinstance(
+        function, tensorflow.types.experimental.PolymorphicFunction
+    )
+
+
 def has_raised(error: BaseException) -> bool:
     """Whether an error comes from a call of TensorFlow."""
     frames = traceback.walk_tb(error.__traceback__)

@@ -166,7 +166,7 @@ def _trace_local(
     args, kwargs = call.rebuilt(variant.cut(arrays))
     with context.entered(frame):
         try:
-            with untraced.refused(untraced.no_values):
+            with untraced.refused(function, untraced.no_values):
                 result = function(*args, **kwargs)
         except Exception as error:
             # Replicas with rows were traced before, and raised nothing.

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator
+from typing import Any
 
 import jax
 
@@ -21,16 +22,21 @@ _NO_VALUE = (
 
 
 @contextlib.contextmanager
-def refused(no_values: Callable[[str], ContextError]) -> Generator[None]:
+def refused(
+    function: Callable[..., Any], no_values: Callable[[str], ContextError]
+) -> Generator[None]:
     """Around the call of a function that is traced.
 
     Args:
+        function: It.
         no_values: The error for a function that looks at values, from the text of
             JAX's.
 
     Raises:
         ContextError: For such a function, and for one that uses TensorFlow.
     """
+    if compat.is_function(function):  # Which TensorFlow would trace first.
+        raise _of_tensorflow("a tf.function.")
     try:
         with compat.observed(_refuse):
             yield

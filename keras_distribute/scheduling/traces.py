@@ -238,7 +238,7 @@ class Trace:
         arguments = [left.pop(0) for _ in self.call.shapes]
         self._given = [[left.pop(0) for _ in forms] for _, forms in self.elements]
         args, kwargs = self.call.rebuilt(arguments)
-        with untraced.refused(no_values):
+        with untraced.refused(self._function, no_values):
             result = self._function(*args, **kwargs)
         leaves, self.structure = structures.flatten(result, is_leaf)
         leaves = [
