@@ -132,8 +132,9 @@ def _require_replica(name: str) -> None:
         raise ContextError(
             f"{name} gives one replica's share, so it is called in a replica.",
             received=context.describe(current),
-            fix="call it in the function given to strategy.run; model.fit scales "
-            "losses by itself.",
+            fix="call it in the function given to strategy.run. A step of fit sees the "
+            "global batch: there, the mean of the losses is keras.ops.mean(losses), "
+            "and a penalty counts as it is.",
         )
 
 

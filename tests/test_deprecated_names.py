@@ -60,6 +60,21 @@ def test_methods_of_a_strategy():
         strategy.unwrap(x)
 
 
+def test_names_that_are_absent_say_what_to_write():
+    strategy = mirrored(2)
+    dataset = strategy.experimental_distribute_dataset(kd.ArrayDataset(np.ones(4), 2))
+    with pytest.raises(AttributeError, match=r"(?s)no attribute.*Fix: iter\(strategy"):
+        strategy.make_dataset_iterator(dataset)
+    with pytest.raises(
+        AttributeError, match=r"(?s)StrategyExtended.*Fix: strategy.run"
+    ):
+        strategy.extended.call_for_each_replica(lambda: 1)
+    assert not hasattr(strategy, "configure")
+    for other in (strategy, strategy.extended):
+        with pytest.raises(AttributeError, match=r"has no attribute 'nothing'$"):
+            other.nothing  # noqa: B018
+
+
 def test_options_of_communication():
     experimental = kd.experimental
     known = experimental.CommunicationImplementation

@@ -139,6 +139,28 @@ def test_optimizers_that_are_not_built_make_numbers_in_run(name):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda x, i: x if i == 0 else -x,
+        lambda x, i: [x, -x, x, -x][i],
+        lambda x, i: float(keras.ops.sum(x)),
+        lambda x, i: np.sort(x),
+    ],
+    ids=["if", "index", "float", "numpy"],
+)
+def test_values_that_python_looks_at_are_refused(strategy, look):
+    def step(x):
+        return look(x, kd.get_replica_context().replica_id_in_sync_group)
+
+    text = (
+        r"(?s)no values that Python could look at.*Received: \w+Error: .*Fix: .*where"
+    )
+    with pytest.raises(errors.ContextError, match=text) as raised:
+        strategy.run(step, (X,))
+    assert isinstance(raised.value.__cause__, jax.errors.JAXTypeError)
+
+
 def test_the_sum_of_a_number_that_each_replica_returns(strategy):
     number = strategy.run(lambda x: x.shape[0], (X,))
     assert number == X.shape[0]

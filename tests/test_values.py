@@ -411,6 +411,30 @@ def test_a_mapping_that_cannot_be_made_is_refused():
         strategy_of(2).run(lambda: Odd({"a": jnp.ones(1)}, 2))
 
 
+class Tensor:
+    """One of another library."""
+
+    shape, dtype = (2,), "float32"
+
+    def __init__(self, number):
+        self.array = np.full(2, number, "float32")
+
+    def __array__(self, dtype=None, copy=None):
+        return self.array
+
+
+def test_tensors_of_other_libraries_are_distributed_as_arrays():
+    strategy = strategy_of(2)
+    value = strategy.experimental_distribute_values_from_function(
+        lambda context: {"x": Tensor(context.replica_id_in_sync_group), "y": Tensor}
+    )
+    doubled = strategy.run(lambda x: 2 * x, args=(value["x"],))
+    np.testing.assert_array_equal(strategy.gather(doubled, axis=0), [0, 0, 2, 2])
+    total = strategy.reduce("SUM", value["x"], axis=None)
+    np.testing.assert_array_equal(total, [1, 1])
+    assert value["y"].values == (Tensor, Tensor)  # A class is no tensor.
+
+
 def test_structures_that_differ_by_replica_are_refused():
     def value_fn(context):
         return (

@@ -1,8 +1,9 @@
-"""TensorFlow, where it is installed: kept off the accelerators, and asked how it shards
-a pipeline.
+"""TensorFlow, where it is installed: kept off the accelerators, asked how it shards a
+pipeline, and what it does while a function is traced.
 
 `_AutoShardDataset` is what `tf.distribute` itself uses; there is no public name.
 `_as_serialized_graph` shows the seeds of a pipeline, which TensorFlow tells nobody.
+`op_callbacks` and `op_def_registry`, its debugger's, say which operations run.
 Nothing here imports TensorFlow unless the caller has.
 """
 
@@ -15,9 +16,11 @@ import importlib.util
 import os
 import sys
 import threading
+import traceback
 import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 from keras_distribute._compat.seams import Replacements
@@ -99,6 +102,50 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+def is_tracing() -> bool:
+    """Whether a `tf.function`, or a function of a pipeline, is being traced here."""
+    tensorflow = sys.modules.get(_NAME)
+    return _has_devices(tensorflow) and cast(Any, tensorflow).inside_function()
+
+
+def is_function(function: Any) -> bool:
+    """Whether it is a `tf.function`."""
+    tensorflow: Any = sys.modules.get(_NAME)
+    return _has_devices(tensorflow) and isinstance(
+        function, tensorflow.types.experimental.PolymorphicFunction
+    )
+
+
+def has_raised(error: BaseException) -> bool:
+    """Whether an error comes from a call of TensorFlow."""
+    frames = traceback.walk_tb(error.__traceback__)
+    modules = (frame.f_globals.get("__name__") or "" for frame, _ in frames)
+    return any(module.split(".")[0] == _NAME for module in modules)
+
+
+@contextmanager
+def observed(stateful: Callable[[str], None]) -> Generator[None]:
+    """Calls `stateful` with the name of each operation that this thread runs in it and
+    that does not give the same each time: draws, variables, output, a `tf.function`.
+    """
+    if not _has_devices(sys.modules.get(_NAME)):
+        yield
+        return
+    from tensorflow.python.framework import op_callbacks, op_def_registry
+
+    def ran(op_type: Any, *args: Any, graph: Any = None, **kwargs: Any) -> None:
+        name = op_type.decode() if isinstance(op_type, bytes) else op_type
+        known = op_def_registry.get(name)  # A `tf.function` is not.
+        if graph is None and (known is None or known.is_stateful):
+            stateful(name)
+
+    op_callbacks.add_op_callback(ran)
+    try:
+        yield
+    finally:
+        op_callbacks.remove_op_callback(ran)
 
 
 def is_pipeline(dataset: Any) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 import numpy as np
 
 from keras_distribute import checks
-from keras_distribute.checkpoint.checkpoint import Checkpoint
+from keras_distribute.checkpoint.checkpoint import Checkpoint, load_storage
 from keras_distribute.checkpoint.matching import RestoreStatus
 from keras_distribute.checkpoint.step_folder import StepFolder
 from keras_distribute.errors import CheckpointError
@@ -239,9 +240,21 @@ class CheckpointManager:
     def restore_or_initialize(self) -> str | None:
         """Restores the latest checkpoint and returns its folder; `None` if there is
         none. Source: TF's.
+
+        Warns of a folder that has none but TensorFlow's, which are not read.
         """
         self._folder.wait()
-        return self.restore().path if self._folder.agreed_steps() else None
+        if self._folder.agreed_steps():
+            return self.restore().path
+        storage = load_storage()
+        if found := storage.of_tensorflow(self.directory):
+            warnings.warn(
+                f"Nothing was restored: {self.directory!r} holds checkpoints of "
+                f"TensorFlow alone ({', '.join(found)}). Fix: "
+                f"{storage.FROM_TENSORFLOW}",
+                stacklevel=2,
+            )
+        return None
 
     def delete(self, step: int) -> None:
         """Deletes a step's checkpoint."""

@@ -55,6 +55,10 @@ _T = TypeVar("_T")
 # stand there under its name. Renamed first, it is gone at once; the next save empties
 # this, in the background.
 TRASH = "being_deleted"
+FROM_TENSORFLOW = (
+    "files of tf.train.Checkpoint are not read: restore them in TensorFlow with Keras "
+    '3, save model.save_weights("model.weights.h5") there, and load that here.'
+)
 # Python and Orbax also take "030" or "３１" for a number: such a folder is no step.
 _STEP = re.compile("0|[1-9][0-9]*")
 
@@ -149,6 +153,15 @@ def version_of(path: str) -> float | None:
     return file.stat().mtime if "://" in path else os.stat(file).st_mtime_ns
 
 
+def of_tensorflow(directory: str) -> list[str]:
+    """The names of the checkpoints that `tf.train.Checkpoint` has written there."""
+    folder = epath.Path(directory)
+    names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
+    return sorted(
+        name.removesuffix(".index") for name in names if name.endswith(".index")
+    )
+
+
 def _no_checkpoint(folder: epath.Path, path: str) -> CheckpointError:
     parent = folder.parent
     names = sorted(other.name for other in parent.iterdir()) if parent.is_dir() else []
@@ -156,6 +169,8 @@ def _no_checkpoint(folder: epath.Path, path: str) -> CheckpointError:
     fix += "manager.all_steps() lists the steps."
     if under_way.is_elsewhere(path):
         fix = "manager.wait() in every process first: process 0 is writing it."
+    if folder.name in of_tensorflow(str(parent)):
+        fix = FROM_TENSORFLOW
     return CheckpointError(
         f"There is no checkpoint at {path!r}.",
         received=f"{str(parent)!r} holds {', '.join(names)}." if names else None,

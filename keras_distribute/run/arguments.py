@@ -163,7 +163,8 @@ def in_trace_error(received: str) -> ContextError:
     return ContextError(
         "strategy.run was called inside another traced function.",
         received=received,
-        fix="call strategy.run outside jax.jit and jax.grad: it compiles by itself.",
+        fix="call strategy.run outside jax.jit, jax.grad and tf.function: it compiles "
+        "by itself.",
     )
 
 

@@ -23,7 +23,7 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from keras_distribute import checks
-from keras_distribute._compat import jax_internals
+from keras_distribute._compat import jax_internals, tensorflow
 from keras_distribute._compat.variables import in_stateless_scope
 from keras_distribute.cluster import liveness
 from keras_distribute.context import AnyStrategy, Mode
@@ -126,10 +126,13 @@ def run(
         What `function` returns, with a `PerReplica` for each array.
 
     Raises:
-        ContextError: Inside a function that JAX traces, or a `keras.StatelessScope`.
+        ContextError: Inside a function that JAX or TensorFlow traces, or a
+            `keras.StatelessScope`.
     """
     if jax_internals.is_tracing():
         raise in_trace_error("a call while JAX traces a function.")
+    if tensorflow.is_tracing():
+        raise in_trace_error("a call while TensorFlow traces a function.")
     if in_stateless_scope():
         raise ContextError(
             "A program of strategy.run takes no values from a keras.StatelessScope.",

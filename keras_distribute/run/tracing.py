@@ -29,6 +29,7 @@ from keras_distribute.errors import (
     ValueStructureError,
     VariableScopeError,
 )
+from keras_distribute.run import untraced
 from keras_distribute.run.arguments import Call, Static, Variant, is_leaf
 from keras_distribute.run.traces import Trace, joined
 from keras_distribute.values import structures
@@ -165,7 +166,8 @@ def _trace_local(
     args, kwargs = call.rebuilt(variant.cut(arrays))
     with context.entered(frame):
         try:
-            result = function(*args, **kwargs)
+            with untraced.refused(function, untraced.no_values):
+                result = function(*args, **kwargs)
         except Exception as error:
             # Replicas with rows were traced before, and raised nothing.
             if variant.empty and frame.ragged is not None:

@@ -16,18 +16,13 @@ from keras_distribute._compat.jax_internals import is_key
 from keras_distribute._compat.variables import get_stateless_scope
 from keras_distribute.context import Frame, Mode
 from keras_distribute.errors import ContextError, StructureTypeError
+from keras_distribute.run import untraced
 from keras_distribute.run.arguments import Call, Static, is_leaf
 from keras_distribute.run.tracing import Capture, unwrapped
 from keras_distribute.values import structures
 from keras_distribute.variables import DistributedVariable
 
 Form = tuple[str, tuple[int, ...]]  # The dtype's name and the shape of an array.
-_NO_VALUE = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.NonConcreteBooleanIndexError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
 
 
 def next_element(iterator: Any) -> Any:
@@ -233,12 +228,8 @@ class Trace:
     def run(self) -> Any:
         """The traced program: from the inputs to results, gradients and new values."""
         frame = Frame(self.strategy, Mode.CROSS, scheduled=self)
-        try:
-            with self.scope, context.entered(frame):
-                return jax.make_jaxpr(self._called)(*self.shapes)
-        except _NO_VALUE as error:
-            what = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-            raise no_values(what) from error
+        with self.scope, context.entered(frame):
+            return jax.make_jaxpr(self._called)(*self.shapes)
 
     def _called(self, *inputs: Any) -> list[Any]:
         left = list(inputs)
@@ -247,7 +238,8 @@ class Trace:
         arguments = [left.pop(0) for _ in self.call.shapes]
         self._given = [[left.pop(0) for _ in forms] for _, forms in self.elements]
         args, kwargs = self.call.rebuilt(arguments)
-        result = self._function(*args, **kwargs)
+        with untraced.refused(self._function, no_values):
+            result = self._function(*args, **kwargs)
         leaves, self.structure = structures.flatten(result, is_leaf)
         leaves = [
             leaf.value if isinstance(leaf, DistributedVariable) else leaf

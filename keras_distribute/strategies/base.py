@@ -340,6 +340,7 @@ class Strategy(DeprecatedMethods):
         ]
 
         def distributed(components: Sequence[Any]) -> PerReplica:
+            components = list(map(arrays.from_library, components))
             own = list(map(arrays.form_of, components))
             forms = agreement.exchange(
                 "experimental_distribute_values_from_function", own, mesh.num_processes

@@ -1,5 +1,6 @@
 """Names that TensorFlow has deprecated, as what has replaced them, with TensorFlow's
-advice as a `DeprecationWarning`. Knows no strategy.
+advice as a `DeprecationWarning`; and what to write for those that are absent. Knows no
+strategy.
 """
 
 from __future__ import annotations
@@ -7,9 +8,39 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keras_distribute import checks
+
+_ITERATOR = "iter(strategy.experimental_distribute_dataset(dataset))"
+_SESSION = "leave it out: there is no tf.Session to configure."
+_ONE_ARRAY = "leave it out: a variable is one array over all devices."
+_ABSENT = {
+    "make_dataset_iterator": _ITERATOR,
+    "make_input_fn_iterator": "iter(strategy.distribute_datasets_from_function(fn))",
+    "experimental_make_numpy_dataset": "kd.ArrayDataset(arrays, batch_size=32)",
+    "configure": _SESSION,
+    "update_config_proto": _SESSION,
+    "colocate_vars_with": _ONE_ARRAY,
+    "call_for_each_replica": "strategy.run(fn, args=(x,))",
+    "broadcast_to": "leave it out: an array is the same for all replicas in run.",
+}
+
+
+class AbsentNames:
+    """Says what to write for a name of TensorFlow that is not there."""
+
+    if not TYPE_CHECKING:  # Checkers are to know of names that nothing has.
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in _ABSENT:
+                return object.__getattribute__(self, name)  # Python's own error.
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}.\n"
+                f"  Fix: {_ABSENT[name]}",
+                name=name,
+                obj=self,
+            )
 
 
 @functools.cache
@@ -23,7 +54,7 @@ def warn_once(name: str, advice: str) -> None:
     )
 
 
-class DeprecatedMethods:
+class DeprecatedMethods(AbsentNames):
     """The methods of `tf.distribute.Strategy` under their older names."""
 
     run: Any

@@ -18,13 +18,14 @@ from keras_distribute.errors import VariableScopeError
 from keras_distribute.run import program
 from keras_distribute.run.replica_context import own_part
 from keras_distribute.strategies import reducing
+from keras_distribute.strategies.deprecated import AbsentNames
 from keras_distribute.types import CommunicationOptions, ReduceOp
 from keras_distribute.values import structures
 from keras_distribute.values.cross_device_ops import CrossDeviceOps, checked_pairs
 from keras_distribute.values.per_replica import DistributedValues, PerReplica
 
 
-class StrategyExtended:
+class StrategyExtended(AbsentNames):
     """The part of a strategy for library code. Source:
     `tf.distribute.StrategyExtended`.
     """

@@ -16,6 +16,7 @@ from jax import lax
 
 from keras_distribute import checks
 from keras_distribute._compat.jax_internals import is_key
+from keras_distribute._compat.variables import Variable
 from keras_distribute.devices.axes import REPLICA_AXIS
 from keras_distribute.errors import StructureTypeError, ValueStructureError
 
@@ -29,6 +30,18 @@ def is_array(value: Any) -> bool:
     return isinstance(value, jax.Array | int | float | complex) and not isinstance(
         value, bool
     )
+
+
+def from_library(value: Any) -> Any:
+    """A tensor of another library, as TensorFlow's or PyTorch's, as NumPy's array;
+    anything else as it is.
+    """
+    if isinstance(value, jax.Array | np.ndarray | np.generic | Variable):
+        return value
+    if not all(hasattr(value, name) for name in ("__array__", "shape", "dtype")):
+        return value
+    array = np.asarray(value)
+    return array if is_array(array) else value
 
 
 def on_host(value: Any) -> Any:

@@ -261,7 +261,8 @@ class PerReplica(DistributedValues):
             received=f"{self!r}.",
             fix='strategy.reduce("SUM", value, axis=None), strategy.gather(value, '
             "axis=0), or value.values; to compute "
-            "with each component, strategy.run(lambda x: x + 1, args=(value,)).",
+            "with each component, strategy.run(lambda x: x + 1, args=(value,)), "
+            "without tf.function or jax.jit around it.",
         )
 
     @property

@@ -596,6 +596,29 @@ def test_restoring_none_says_once_that_nothing_was_restored(value: Value) -> Non
         assert value.checkpoint.read(None).path is None
 
 
+def test_checkpoints_of_tensorflow_are_named(value: Value) -> None:
+    """They are not read; a run that was moved would begin anew in silence."""
+    manager = value.manager()
+    assert manager.restore_or_initialize() is None
+    value.directory.mkdir(exist_ok=True)
+    for name in ("checkpoint", "ckpt-7.index", "ckpt-7.data-00000-of-00001"):
+        (value.directory / name).touch()
+    with pytest.warns(
+        UserWarning, match=r"of TensorFlow alone \(ckpt-7\).*Fix: .*Keras"
+    ):
+        assert manager.restore_or_initialize() is None
+    with pytest.raises(
+        CheckpointError, match=r"(?s)holds.*Fix: files of tf.train.Check"
+    ):
+        value.checkpoint.restore(str(value.directory / "ckpt-7"))
+    with pytest.raises(CheckpointError, match=r"Fix: the path that checkpoint.save"):
+        value.checkpoint.restore(str(value.directory / "ckpt-8"))
+    value.save(manager, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert manager.restore_or_initialize() == manager.latest_checkpoint
+
+
 @pytest.mark.parametrize("step", [-1, 2.5, "3", float("nan"), float("inf"), [1]])
 def test_a_step_is_a_whole_number(step: Any, value: Value) -> None:
     with pytest.raises(

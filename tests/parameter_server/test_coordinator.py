@@ -897,3 +897,15 @@ def test_a_coordinator_with_a_gpu_takes_no_kernels_of_it_for_workers_on_cpus(
     assert coordinator.schedule(function).fetch() == 1
     assert set(seen) == {("cpu", "cpu")}
     assert jax.default_backend() == "gpu"
+
+
+def test_tensorflow_in_a_scheduled_function(strategy):
+    """It would run once, and its result would be a constant of the program."""
+    tf = pytest.importorskip("tensorflow")
+    coordinator = ClusterCoordinator(strategy)
+    doubled = tf.function(lambda x: 2 * x, autograph=False)
+    for function in (lambda x: x * tf.random.normal([]).numpy(), doubled, tf.square):
+        with pytest.raises(
+            kd.errors.ContextError, match="(?s)TensorFlow computes.*Fix"
+        ):
+            coordinator.schedule(function, (np.float32(2),))
