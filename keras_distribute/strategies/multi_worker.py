@@ -7,9 +7,10 @@ from __future__ import annotations
 import jax
 
 from keras_distribute import checks, config
-from keras_distribute.cluster import processes
+from keras_distribute.cluster import liveness, processes
 from keras_distribute.cluster.resolvers.automatic import automatic_resolver
 from keras_distribute.cluster.resolvers.base import ClusterResolver
+from keras_distribute.devices import connections
 from keras_distribute.devices.placement import MIN_SHARD_BYTES
 from keras_distribute.errors import DeviceError
 from keras_distribute.strategies.base import check_communication_dtype
@@ -122,8 +123,12 @@ class MultiWorkerMirroredStrategy(LogicalDevicesStrategy):
             )
         packed = _CPU_PACK_BYTES if platform == "cpu" and jax.process_count() > 1 else 0
         ops = NcclAllReduce(0, bytes_per_pack=options.bytes_per_pack or packed)
+        mesh = mesh_of(devices, deterministic, num_replicas, num_logical_devices)
+        if platform == "cpu" and mesh.num_processes > 1:
+            liveness.current.begin_program(mesh.num_processes)
+            connections.connect(mesh)
         super().__init__(
-            mesh_of(devices, deterministic, num_replicas, num_logical_devices),
+            mesh,
             ops,
             shard_optimizer_state,
             communication_dtype,

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 
 import keras_distribute as kd
+from keras_distribute._compat import jax_internals
 from tests.support import without_tensorflow
 
 RNG = np.random.RandomState(0)
@@ -98,6 +99,15 @@ class Squares(keras.utils.PyDataset):
 def batches_of(rows, size):
     for start in range(0, len(rows), size):
         yield X[rows[start : start + size]], Y[rows[start : start + size]]
+
+
+def connected():
+    """Between which devices Gloo has connected the processes before their first step."""
+    strategy = kd.MultiWorkerMirroredStrategy()
+    client = jax_internals.coordination_client()
+    found = {key for key, _ in client.key_value_dir_get_bytes("cpu:gloo")}
+    devices = ",".join(str(device.id) for device in strategy.replica_mesh.devices)
+    return found, [f"cpu:gloo/{devices}/{i}" for i in range(4)]
 
 
 def kinds_of_data(distributed=True):

@@ -24,6 +24,7 @@ def job(tmp_path_factory):
             "".join(f"{100 * i + j}\n" for j in range(3 + 4 * i))
         )
     calls = {
+        "connected": (),
         "shared_files": (paths,),
         "kinds_of_data": (),
         "own_data": (True,),
@@ -92,6 +93,13 @@ def test_an_interruption_leaves_the_state_of_a_whole_step():
         assert whole_steps is not None, where
         assert same_numbers_afterwards, where
     assert len({outcome[1] for outcome in first}) > 2
+
+
+def test_processes_are_connected_before_their_first_step(job):
+    """Gloo waits 30 seconds for each, and steps may take longer to compile in one."""
+    for result in job[1]:
+        found, expected = result["connected"]
+        assert found.issuperset(expected)
 
 
 def test_unequal_data_end_together(job):
