@@ -298,7 +298,10 @@ class Cluster:
             if key not in programs:
                 iterators = [iterator for iterator, _ in program.elements]
                 elements = list(zip(iterators, forms, strict=True))
-                with jax.enable_x64(program.x64):
+                with (
+                    jax.enable_x64(program.x64),
+                    jax.default_matmul_precision(program.precision),
+                ):
                     programs[key] = self._made(function, call, elements)
             self._exchange(closure, seeds[0], programs[key])
 
