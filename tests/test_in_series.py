@@ -15,7 +15,10 @@ from jax.sharding import PartitionSpec
 
 import keras_distribute as kd
 from keras_distribute import errors
+from keras_distribute.devices import jaxprs
+from keras_distribute.devices.convolutions import IN_ORDER
 from keras_distribute.devices.over_replicas import over_replicas
+from keras_distribute.devices.rewriting import rewritten
 from tests.support import dense_model, distributed, mirrored
 
 # On 1 nothing is between devices, on 8 each has one replica: the others are between.
@@ -608,3 +611,31 @@ def test_arrays_that_the_compiler_knows(strategies, plain):
         computations = lowered.as_text(dialect="hlo").split("\n\n")
         knowing = [each for each in computations if "constant({3})" in each]
         assert {each.lstrip()[:5] for each in knowing} <= {"ENTRY"}
+
+
+def test_convolutions_in_loops_have_one_order_of_dimensions():
+    """Also in those of the user's own."""
+    images, kernel = np.ones((2, 5, 6, 3), "float32"), np.ones((2, 2, 3, 4), "float32")
+
+    def function(kernel):
+        def loss(kernel):
+            convolved = lax.conv_general_dilated(
+                images,
+                kernel,
+                (1, 2),
+                "SAME",
+                dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            )
+            return jnp.sum(convolved**2)
+
+        return lax.scan(lambda k, _: (k - jax.grad(loss)(k), None), kernel, None, 2)[0]
+
+    def is_in_another(eqn):
+        orders = eqn.params.get("dimension_numbers")
+        is_one = eqn.primitive.name == "conv_general_dilated"
+        return is_one and orders.lhs_spec != (0, 3, 1, 2)
+
+    own = rewritten(function, [IN_ORDER])
+    assert jaxprs.has(jax.make_jaxpr(function)(kernel), is_in_another)
+    assert not jaxprs.has(jax.make_jaxpr(own)(kernel), is_in_another)
+    np.testing.assert_allclose(own(kernel), function(kernel), rtol=1e-5)

@@ -28,9 +28,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from keras_distribute.devices import convolutions, own_index, replication_proof, unknown
-from keras_distribute.devices.axes import REPLICA_AXIS
-from keras_distribute.devices.collectives import OVER_AN_OWN_AXIS
+from keras_distribute.devices import own_index, replication_proof, unknown
 from keras_distribute.devices.communication import Communication
 from keras_distribute.devices.flat_arrays import (
     Form,
@@ -41,7 +39,7 @@ from keras_distribute.devices.flat_arrays import (
     is_key,
     of_several,
 )
-from keras_distribute.devices.jaxprs import RECOMPUTED, bound, called, evaluated
+from keras_distribute.devices.jaxprs import bound, evaluated
 from keras_distribute.devices.series import Series, Value
 
 
@@ -52,7 +50,7 @@ def run(
     all devices.
 
     Args:
-        program: Traced for one replica, with an axis of all replicas.
+        program: Of one replica, with an axis of all replicas, as `merging` leaves it.
         inputs: What the device's replicas get.
         zero: As the compiler does not know it (`unknown.zero`).
 
@@ -106,7 +104,7 @@ class _Part:
         numbers = [self._number(v.aval) for v in program.jaxpr.invars]
         self._known.update(zip(numbers, inputs, strict=True))
         operations: list[_Operation] = []
-        self._outputs = self._opened(program, numbers, operations)
+        self._outputs = self._listed(program, numbers, operations)
         self._anywhere: dict[int, _Operation] = {}
         self._once: list[_Operation] = []
         self._each: list[_Operation] = []
@@ -212,9 +210,9 @@ class _Part:
         replica: Any = None,
     ) -> None:
         """Adds the results of operations to what is known inside of a loop."""
-        rule = convolutions.in_a_loop if self._series.on_cpu else bound
+        rule = bound
         if replica is not None:
-            rule = own_index.with_index(rule, jnp.int32(replica))
+            rule = own_index.with_index(jnp.int32(replica))
         for op in operations:
             results = rule(op.eqn, [self._read(number, own) for number in op.inputs])
             own.update(zip(op.outputs, results, strict=True))
@@ -238,27 +236,15 @@ class _Part:
         self._avals.append(aval)
         return len(self._avals) - 1
 
-    def _opened(
+    def _listed(
         self,
         program: core.ClosedJaxpr,
         inputs: Sequence[int],
         operations: list[_Operation],
     ) -> list[int]:
-        """Lists the operations of a program and of what it calls; the numbers of its
-        outputs.
-
-        What is computed again to save memory stays one operation, unless the replicas
-        communicate in it.
-        """
+        """Lists the operations of a program; the numbers of its outputs."""
 
         def rule(eqn: Any, given: list[int]) -> list[int]:
-            own = _own_axes(eqn)
-            if own:
-                eqn, given = self._reduced(eqn, given, own, operations)
-            body = called(eqn)
-            whole = eqn.primitive.name in RECOMPUTED
-            if body is not None and (not whole or replication_proof.communicates(eqn)):
-                return self._opened(body, given, operations)
             results = [self._number(var.aval) for var in eqn.outvars]
             operations.append(_Operation(eqn, given, results))
             return results
@@ -269,27 +255,6 @@ class _Part:
         return evaluated(
             closed, inputs, rule, lambda atom: self._constant(atom.val, atom.aval)
         )
-
-    def _reduced(
-        self,
-        eqn: Any,
-        given: Sequence[int],
-        axes: tuple[int, ...],
-        operations: list[_Operation],
-    ) -> tuple[Any, list[int]]:
-        """A collective that reduces dimensions of each replica's value, too, as one
-        over the replicas alone, and its operands, which have lost those dimensions.
-        """
-        reduce = OVER_AN_OWN_AXIS[eqn.primitive.name]
-
-        def own(*arrays: Any) -> list[Any]:
-            return [reduce(a, axes).astype(a.dtype) for a in arrays]
-
-        avals = [atom.aval for atom in eqn.invars]
-        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-        program = jax.make_jaxpr(own)(*shapes)
-        params = {**eqn.params, "axes": (REPLICA_AXIS,)}
-        return eqn.replace(params=params), self._opened(program, given, operations)
 
     def _constant(self, value: Any, aval: Any) -> int:
         key: Hashable | None = None
@@ -348,16 +313,6 @@ class _Part:
         wanted = (n for op in others if id(op) not in own for n in op.inputs)
         needed = dict.fromkeys(itertools.chain(self._outputs, wanted))
         return [number for number in needed if number in made]
-
-
-def _own_axes(eqn: Any) -> tuple[int, ...]:
-    """Of a collective, the dimensions of a replica's own value that it reduces: an
-    axis of `jax.vmap` that it names beside the replicas.
-    """
-    axes = eqn.params.get("axes", ())
-    if eqn.primitive.name not in OVER_AN_OWN_AXIS or REPLICA_AXIS not in axes:
-        return ()
-    return tuple(axis for axis in axes if isinstance(axis, int))
 
 
 def _at(operations: Sequence[_Operation], level: int) -> Iterator[_Operation]:
