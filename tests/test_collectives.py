@@ -196,6 +196,20 @@ def test_gather(strategy, axis):
     np.testing.assert_array_equal(result, np.concatenate(parts, axis))
 
 
+def test_scalars_have_no_axis_to_be_gathered_along(strategy):
+    n = strategy.num_replicas_in_sync
+    text = r"(?s)There is no axis 0 in a value of 0.*Fix: .*value\[None\] to gather it"
+    one = distributed(strategy, [np.float32(1)] * n)
+    for gather in (
+        lambda: strategy.gather(one, axis=0),
+        lambda: strategy.gather(1.0, axis=0),
+    ):
+        with pytest.raises(errors.ValueStructureError, match=text):
+            gather()
+    result = strategy.run(lambda value: value[None], args=(one,))
+    assert strategy.gather(result, axis=0).tolist() == [1.0] * n
+
+
 def test_gather_of_ragged_components():
     strategy = mirrored(3)
     parts = [RNG.randn(2, size).astype("float32") for size in (1, 3, 0)]

@@ -15,7 +15,10 @@ from jax.sharding import PartitionSpec
 
 import keras_distribute as kd
 from keras_distribute import errors
+from keras_distribute.devices import jaxprs
+from keras_distribute.devices.convolutions import IN_ORDER
 from keras_distribute.devices.over_replicas import over_replicas
+from keras_distribute.devices.rewriting import rewritten
 from tests.support import dense_model, distributed, mirrored
 
 # On 1 nothing is between devices, on 8 each has one replica: the others are between.
@@ -635,3 +638,31 @@ def test_new_weights_take_the_place_of_old_ones(devices):
     assert re.findall(r"= f32\[(?:96,96|9216)\]\S* copy\(.*", text) == []
     own, flat = w.nbytes * 8 // devices, w.nbytes
     assert compiled.memory_analysis().temp_size_in_bytes < own + 4 * flat
+
+
+def test_convolutions_in_loops_have_one_order_of_dimensions():
+    """Also in those of the user's own."""
+    images, kernel = np.ones((2, 5, 6, 3), "float32"), np.ones((2, 2, 3, 4), "float32")
+
+    def function(kernel):
+        def loss(kernel):
+            convolved = lax.conv_general_dilated(
+                images,
+                kernel,
+                (1, 2),
+                "SAME",
+                dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            )
+            return jnp.sum(convolved**2)
+
+        return lax.scan(lambda k, _: (k - jax.grad(loss)(k), None), kernel, None, 2)[0]
+
+    def is_in_another(eqn):
+        orders = eqn.params.get("dimension_numbers")
+        is_one = eqn.primitive.name == "conv_general_dilated"
+        return is_one and orders.lhs_spec != (0, 3, 1, 2)
+
+    own = rewritten(function, [IN_ORDER])
+    assert jaxprs.has(jax.make_jaxpr(function)(kernel), is_in_another)
+    assert not jaxprs.has(jax.make_jaxpr(own)(kernel), is_in_another)
+    np.testing.assert_allclose(own(kernel), function(kernel), rtol=1e-5)

@@ -111,6 +111,21 @@ def test_the_function_is_compiled_once(strategy, compilations):
     assert float(variable.numpy()) == 4.0 * 6 + 16 + 3 + 16
 
 
+def test_a_setting_of_jax_that_changes_is_followed(strategy, compilations):
+    def fn(x):
+        return jax.config.jax_default_matmul_precision, x @ x
+
+    def precision():
+        return strategy.run(fn, args=(np.ones((2, 2), "float32"),))[0]
+
+    assert precision() is None
+    with jax.default_matmul_precision("highest"):
+        assert precision() == "highest"
+    before = len(compilations)
+    assert precision() is None
+    assert len(compilations) == before
+
+
 def test_python_values_of_equal_hash_are_told_apart(strategy):
     def fn(x):
         return type(x).__name__

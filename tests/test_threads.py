@@ -130,7 +130,8 @@ CALLS = {
 def test_training_one_model_in_two_threads_is_refused_and_harms_nothing(
     name: str,
 ) -> None:
-    alone, model = built(mirrored(2)), built(mirrored(2))
+    strategy = mirrored(2)
+    alone, model = built(strategy), built(strategy)
     begun, tried = threading.Event(), threading.Event()
 
     class Wait(keras.callbacks.Callback):
@@ -143,13 +144,18 @@ def test_training_one_model_in_two_threads_is_refused_and_harms_nothing(
         try:
             with pytest.raises(ContextError) as error:
                 CALLS[name](model)
+            with strategy.scope():
+                copy = keras.models.clone_model(model)
+            copy.set_weights(model.get_weights())
+            assert (copy.get_weights()[0] == model.get_weights()[0]).all()
         finally:
             tried.set()
         text = str(error.value)
         assert "A model is trained and evaluated by one thread at a time." in text
         assert f"Received: {name} in the thread" in text
         assert "is in fit of the same model." in text
-        assert "Fix: wait for it (a threading.Lock around both)" in text
+        assert "Fix: wait for it (a threading.Lock around both), or use a copy" in text
+        assert "copy.set_weights(model.get_weights())" in text
 
     options = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0}
     trained, _ = together(

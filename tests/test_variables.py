@@ -615,14 +615,19 @@ def test_bad_assignments():
 
 @pytest.mark.parametrize("kind", ["mirrored", "sync on read"])
 @pytest.mark.parametrize("operation", ["assign", "assign_add"])
-def test_a_variable_is_not_assigned_in_a_trace(kind, operation):
+@pytest.mark.parametrize("is_number", [False, True])
+def test_a_variable_is_not_assigned_in_a_trace(kind, operation, is_number):
     with mirrored(2).scope():
         variable = keras.Variable(1.0)
         if kind == "sync on read":
             variable = keras.metrics.Sum().variables[0]
     before = float(variable)
+
+    def function(x):
+        getattr(variable, operation)(2.0 if is_number else x)
+
     with pytest.raises(errors.VariableScopeError, match="function that JAX traces"):
-        jax.jit(getattr(variable, operation))(2.0)
+        jax.jit(function)(2.0)
     assert float(variable) == before
 
 

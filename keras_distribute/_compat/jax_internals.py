@@ -29,6 +29,9 @@
   of a function that becomes a program of its own: a branch, a loop's body.
 - `core.trace_state_clean`: whether anything is being traced, in less time than a read
   of a variable takes. Goes when `jax.core` has it.
+- `config.trace_context`: the settings of JAX that a traced program depends on, such as
+  the precision of products. `jax.jit` traces anew where one has changed; who keeps what
+  it has compiled has to ask. Goes when JAX says it.
 - `JaxprEqnContext`: what JAX notes of the place where an operation is traced. A program
   of one replica is made from operations of another one, whose mesh they noted, and
   calls that XLA is told not to inline. Goes when operations can be bound elsewhere by
@@ -44,7 +47,7 @@ import contextlib
 import functools
 import math
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -52,7 +55,7 @@ import jax.core
 import jax.dtypes
 import jax.numpy as jnp
 import numpy as np
-from jax._src import core, distributed, xla_bridge
+from jax._src import config, core, distributed, xla_bridge
 from jax._src.interpreters import partial_eval, pxla
 from jax._src.lax import parallel
 
@@ -125,6 +128,11 @@ def current_trace() -> Any:
 def is_tracing() -> bool:
     """Whether operations of this thread are traced, not run."""
     return not core.trace_state_clean()
+
+
+def settings() -> Hashable:
+    """What of JAX's settings, in this thread, a program that is traced depends on."""
+    return config.trace_context()
 
 
 def go_back_to(trace: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from typing import Any
 
@@ -33,6 +34,7 @@ class CheckpointManager:
     `restore`, `wait` or `close`.
 
     Ctrl-C does not break off a save that has begun: it is completed in the background.
+    What several threads ask for is done one after the other.
 
     Differs from TF: checkpoints are known by step, and there is no `checkpoint` file
     that could disagree with the folder; asynchronous by default; `keep_best`;
@@ -110,6 +112,7 @@ class CheckpointManager:
         )
         self._keep_best, self._interval = keep_best, save_interval_steps
         self._always: dict[str, float] = {}  # Metrics to keep with each save.
+        self._in_turn = threading.RLock()
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -186,13 +189,14 @@ class CheckpointManager:
         checks.flag("force", force)
         numbers = _as_numbers(metrics)
         folder = self._folder
-        folder.raise_if_failed()
-        step = folder.next_step() if step is None else step
-        if self._interval is not None and not force:
-            last = folder.last_or_latest()
-            if last is not None and 0 <= step - last < self._interval:
-                return None
-        folder.save(step, self._metrics_to_keep(numbers))
+        with self._in_turn:
+            folder.raise_if_failed()
+            step = folder.next_step() if step is None else step
+            if self._interval is not None and not force:
+                last = folder.last_or_latest()
+                if last is not None and 0 <= step - last < self._interval:
+                    return None
+            folder.save(step, self._metrics_to_keep(numbers))
         return folder.path(step)
 
     def _metrics_to_keep(self, metrics: Metrics) -> Metrics:
@@ -233,8 +237,9 @@ class CheckpointManager:
         checks.flag("fallback", fallback)
         if step is not None:
             checks.count("step", step, error=CheckpointError)
-        reading = self._folder.read(step, partial=partial, fallback=fallback)
-        reading.assign()
+        with self._in_turn:
+            reading = self._folder.read(step, partial=partial, fallback=fallback)
+            reading.assign()
         return reading.status
 
     def restore_or_initialize(self) -> str | None:
@@ -243,9 +248,10 @@ class CheckpointManager:
 
         Warns of a folder that has none but TensorFlow's, which are not read.
         """
-        self._folder.wait()
-        if self._folder.agreed_steps():
-            return self.restore().path
+        with self._in_turn:
+            self._folder.wait()
+            if self._folder.agreed_steps():
+                return self.restore().path
         storage = load_storage()
         if found := storage.of_tensorflow(self.directory):
             warnings.warn(
@@ -259,7 +265,8 @@ class CheckpointManager:
     def delete(self, step: int) -> None:
         """Deletes a step's checkpoint."""
         checks.count("step", step, error=CheckpointError)
-        self._folder.delete(step)
+        with self._in_turn:
+            self._folder.delete(step)
 
     def wait(self) -> None:
         """Returns when the save in the background is complete.
@@ -267,7 +274,8 @@ class CheckpointManager:
         Raises:
             CheckpointError: If it failed; once.
         """
-        self._folder.wait()
+        with self._in_turn:
+            self._folder.wait()
 
     def close(self) -> None:
         """Waits, as `wait`, and ends the background threads. Another `save` starts them
@@ -276,7 +284,8 @@ class CheckpointManager:
         Of several processes the one that writes waits for itself: the others may have
         failed.
         """
-        self._folder.close()
+        with self._in_turn:
+            self._folder.close()
 
     # What a handler of preemption needs beside the public methods.
 
@@ -289,8 +298,9 @@ class CheckpointManager:
         return self._folder.agreed_steps()
 
     def _save_in_between(self) -> None:
-        step = self._folder.next_step()
-        self._folder.save(step, dict(self._always), in_between=True)
+        with self._in_turn:
+            step = self._folder.next_step()
+            self._folder.save(step, dict(self._always), in_between=True)
 
     def __enter__(self) -> CheckpointManager:
         return self

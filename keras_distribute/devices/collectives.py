@@ -16,6 +16,8 @@ import numpy as np
 from jax import lax
 
 from keras_distribute.devices.axes import REPLICA_AXIS
+from keras_distribute.devices.jaxprs import bound
+from keras_distribute.devices.rewriting import Rewriting
 from keras_distribute.devices.series import Series, Value
 
 # Up to so many bytes, all devices get what all have; of more, each adds up a part.
@@ -191,9 +193,27 @@ COLLECTIVES: dict[str, Callable[[Series, Any, Value], Value]] = {
 }
 """By the name of the operation; each operand by itself."""
 
-OVER_AN_OWN_AXIS: dict[str, Callable[..., Any]] = {
-    "psum": jnp.sum,
-    "pmax": jnp.max,
-    "pmin": jnp.min,
-}
-"""Those that may reduce dimensions of a replica's own value as well, and how."""
+_OVER_AN_OWN_AXIS = {"psum": jnp.sum, "pmax": jnp.max, "pmin": jnp.min}
+
+
+def _own_axes(eqn: Any) -> tuple[int, ...]:
+    """Of a collective, the dimensions of a replica's own value that it reduces: an
+    axis of `jax.vmap` that it names beside the replicas.
+    """
+    axes = eqn.params.get("axes", ())
+    if eqn.primitive.name not in _OVER_AN_OWN_AXIS or REPLICA_AXIS not in axes:
+        return ()
+    return tuple(axis for axis in axes if isinstance(axis, int))
+
+
+def _of_reduced(eqn: Any, given: list[Any]) -> list[Any]:
+    reduce, axes = _OVER_AN_OWN_AXIS[eqn.primitive.name], _own_axes(eqn)
+    own = [reduce(array, axes).astype(array.dtype) for array in given]
+    over_replicas = {**eqn.params, "axes": (REPLICA_AXIS,)}
+    return bound(eqn.replace(params=over_replicas), own)
+
+
+OVER_REPLICAS_ALONE = Rewriting(lambda eqn: bool(_own_axes(eqn)), _of_reduced)
+"""Collectives that reduce dimensions of each replica's value, too, as others of what is
+reduced.
+"""

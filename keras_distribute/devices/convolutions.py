@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from keras_distribute.devices.jaxprs import bound
+from keras_distribute.devices.rewriting import Rewriting
 
 _OTHER = (
     "window_strides",
@@ -28,18 +28,16 @@ _OTHER = (
 )
 
 
-def in_a_loop(eqn: Any, given: Sequence[Any]) -> list[Any]:
-    """The results of an operation for other operands; of a convolution, with batch,
-    space, features as the order of its dimensions.
-    """
-    if eqn.primitive.name != "conv_general_dilated":
-        return bound(eqn, given)
+def _is_one(eqn: Any) -> bool:
+    is_convolution = eqn.primitive.name == "conv_general_dilated"
+    return is_convolution and len(eqn.params["dimension_numbers"].out_spec) <= 5
+
+
+def _in_order(eqn: Any, given: Sequence[Any]) -> list[Any]:
     dims = eqn.params["dimension_numbers"]
     (batch, features, *space), kernel, out = dims.lhs_spec, dims.rhs_spec, dims.out_spec
     rank = len(out)
-    letters = "DHW"[-len(space) :] if len(space) <= 3 else ""
-    if not letters:
-        return bound(eqn, given)
+    letters = "DHW"[3 - len(space) :]
     result = lax.conv_general_dilated(
         jnp.transpose(given[0], (batch, *space, features)),
         jnp.transpose(given[1], (*kernel[2:], kernel[1], kernel[0])),
@@ -48,3 +46,7 @@ def in_a_loop(eqn: Any, given: Sequence[Any]) -> list[Any]:
     )
     places = [out[0], *out[2:], out[1]]  # Where batch, space and features belong.
     return [jnp.transpose(result, [places.index(i) for i in range(rank)])]
+
+
+IN_ORDER = Rewriting(_is_one, _in_order)
+"""Batch, space, features as the order of their dimensions."""

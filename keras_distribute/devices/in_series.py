@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from keras_distribute.devices import convolutions, own_index, unknown
+from keras_distribute.devices import own_index, unknown
 from keras_distribute.devices.collectives import summed
 from keras_distribute.devices.communication import Communication
 from keras_distribute.devices.flat_arrays import (
@@ -49,7 +49,7 @@ def run(
     all devices.
 
     Args:
-        program: Traced for one replica, with an axis of all replicas.
+        program: Of one replica, with an axis of all replicas, as `merging` leaves it.
         inputs: What the device's replicas get.
         zero: As the compiler does not know it (`unknown.zero`).
 
@@ -228,9 +228,9 @@ class _Part:
         replica: Any = None,
     ) -> None:
         """Adds the results of operations to what is known inside of a loop."""
-        rule = convolutions.in_a_loop if self._series.on_cpu else bound
+        rule = bound
         if replica is not None:
-            rule = own_index.with_index(rule, jnp.int32(replica))
+            rule = own_index.with_index(jnp.int32(replica))
         for op in operations:
             results = rule(op.eqn, [self._read(number, own) for number in op.inputs])
             own.update(zip(op.outputs, results, strict=True))

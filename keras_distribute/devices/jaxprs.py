@@ -186,11 +186,24 @@ def traced_again(
 
 
 def retraced(
-    program: core.ClosedJaxpr, rule: Callable[[Any, list[Any]], list[Any]]
+    program: core.ClosedJaxpr,
+    rule: Callable[[Any, list[Any]], list[Any]],
+    axes: Sequence[tuple[str, int]] = (),
 ) -> core.ClosedJaxpr:
-    """What `evaluated` computes, as a program."""
-    return jax.make_jaxpr(lambda *inputs: evaluated(program, inputs, rule))(
-        *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in program.in_avals)
+    """What `evaluated` computes, as a program.
+
+    Args:
+        axes: Those over which it communicates, with their lengths.
+    """
+
+    def outputs(*inputs: Any) -> list[Any]:
+        return evaluated(program, inputs, rule)
+
+    return jax.make_jaxpr(outputs, axis_env=list(axes))(
+        *(
+            jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type)
+            for a in program.in_avals
+        )
     )
 
 

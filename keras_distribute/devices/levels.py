@@ -12,16 +12,13 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Literal
 
-import jax
 import numpy as np
 from jax.extend import core
 
 from keras_distribute.devices import replication_proof
-from keras_distribute.devices.axes import REPLICA_AXIS
-from keras_distribute.devices.collectives import OVER_AN_OWN_AXIS
 from keras_distribute.devices.communication import is_sum
 from keras_distribute.devices.flat_arrays import is_key
-from keras_distribute.devices.jaxprs import RECOMPUTED, bound, called, evaluated
+from keras_distribute.devices.jaxprs import bound, evaluated
 
 # What is done again wherever a constant, or something larger, is needed in such a form.
 _LIGHT = {"broadcast_in_dim", "convert_element_type", "iota", "reshape", "squeeze"}
@@ -65,6 +62,7 @@ class Levels:
     """A program, taken apart.
 
     Args:
+        program: As `merging` leaves it.
         equal: Which of its inputs are the same on every replica.
 
     Attributes:
@@ -88,7 +86,7 @@ class Levels:
         self._scalars: dict[Hashable, int] = {}
         self.inputs = [self.number(var.aval) for var in program.jaxpr.invars]
         operations: list[Operation] = []
-        self.outputs = self._opened(program, self.inputs, operations)
+        self.outputs = self._listed(program, operations)
         self._group(self._sort(operations, equal))
         self.count = 1 + max((level for _, level in self._groups), default=0)
         self.replaced = self._pairs()
@@ -150,27 +148,12 @@ class Levels:
         aval = self.avals[number]
         return aval.shape, aval.dtype
 
-    def _opened(
-        self,
-        program: core.ClosedJaxpr,
-        inputs: Sequence[int],
-        operations: list[Operation],
+    def _listed(
+        self, program: core.ClosedJaxpr, operations: list[Operation]
     ) -> list[int]:
-        """Lists the operations of a program and of what it calls; the numbers of its
-        outputs.
-
-        What is computed again to save memory stays one operation, unless the replicas
-        communicate in it.
-        """
+        """Lists the operations of a program; the numbers of its outputs."""
 
         def rule(eqn: Any, given: list[int]) -> list[int]:
-            own = _own_axes(eqn)
-            if own:
-                eqn, given = self._reduced(eqn, given, own, operations)
-            body = called(eqn)
-            whole = eqn.primitive.name in RECOMPUTED
-            if body is not None and (not whole or replication_proof.communicates(eqn)):
-                return self._opened(body, given, operations)
             results = [self.number(var.aval) for var in eqn.outvars]
             operations.append(Operation(eqn, given, results))
             return results
@@ -179,29 +162,8 @@ class Levels:
         numbers = [self._constant(value, var.aval) for value, var in constants]
         closed = core.ClosedJaxpr(program.jaxpr, numbers)
         return evaluated(
-            closed, inputs, rule, lambda atom: self._constant(atom.val, atom.aval)
+            closed, self.inputs, rule, lambda atom: self._constant(atom.val, atom.aval)
         )
-
-    def _reduced(
-        self,
-        eqn: Any,
-        given: Sequence[int],
-        axes: tuple[int, ...],
-        operations: list[Operation],
-    ) -> tuple[Any, list[int]]:
-        """A collective that reduces dimensions of each replica's value, too, as one
-        over the replicas alone, and its operands, which have lost those dimensions.
-        """
-        reduce = OVER_AN_OWN_AXIS[eqn.primitive.name]
-
-        def own(*arrays: Any) -> list[Any]:
-            return [reduce(a, axes).astype(a.dtype) for a in arrays]
-
-        avals = [atom.aval for atom in eqn.invars]
-        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-        program = jax.make_jaxpr(own)(*shapes)
-        params = {**eqn.params, "axes": (REPLICA_AXIS,)}
-        return eqn.replace(params=params), self._opened(program, given, operations)
 
     def _constant(self, value: Any, aval: Any) -> int:
         key: Hashable | None = None
@@ -272,16 +234,6 @@ class Levels:
             return True
         size = max(self.avals[number].size for number in op.inputs)
         return self.avals[op.outputs[0]].size > size
-
-
-def _own_axes(eqn: Any) -> tuple[int, ...]:
-    """Of a collective, the dimensions of a replica's own value that it reduces: an
-    axis of `jax.vmap` that it names beside the replicas.
-    """
-    axes = eqn.params.get("axes", ())
-    if eqn.primitive.name not in OVER_AN_OWN_AXIS or REPLICA_AXIS not in axes:
-        return ()
-    return tuple(axis for axis in axes if isinstance(axis, int))
 
 
 def _only(eqn: Any, given: Sequence[Any]) -> Any:

@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec
 
 from keras_distribute.devices import divided, in_series, unknown
 from keras_distribute.devices.axes import REPLICA_AXIS
+from keras_distribute.devices.collectives import OVER_REPLICAS_ALONE
+from keras_distribute.devices.convolutions import IN_ORDER
 from keras_distribute.devices.in_turn import in_turn
 from keras_distribute.devices.merging import merged
 from keras_distribute.devices.mesh import ReplicaMesh
@@ -63,6 +65,8 @@ def _in_series(
 ) -> Callable[..., Any]:
     """`over_replicas` where each device runs its replicas one after the other."""
     count, each = series.num_replicas, series.each
+    axes = [(REPLICA_AXIS, count)]
+    rewritings = [OVER_REPLICAS_ALONE, *([IN_ORDER] if series.on_cpu else [])]
 
     def mapped(*arguments: Any) -> Any:
         leaves, structure = jax.tree.flatten(arguments)
@@ -81,9 +85,12 @@ def _in_series(
             for leaf, axis in zip(leaves, given, strict=True)
         ]
         program, results = jax.make_jaxpr(
-            one_replica, axis_env=[(REPLICA_AXIS, count)], return_shape=True
+            one_replica, axis_env=axes, return_shape=True
         )(*shapes)
-        parts = merged(program)
+        parts = program
+        for rewriting in rewritings:
+            parts = rewriting.traced_again(parts, axes)
+        parts = merged(parts)
         out = _for_leaves(out_specs, results)
         returned = list(map(_split_axis, out))
 

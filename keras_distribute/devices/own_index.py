@@ -27,13 +27,9 @@ Rule = Callable[[Any, Sequence[Any]], list[Any]]
 """From an operation and its operands to its results."""
 
 
-def with_index(rule: Rule, replica: Any) -> Rule:
+def with_index(replica: Any) -> Rule:
     """What does operations that do not communicate, where the replica's number is
-    `replica`.
-
-    Args:
-        rule: For operations that do not ask for the number.
-        replica: A 32-bit integer.
+    `replica`, a 32-bit integer.
     """
     holders = {"cond": _cond, "scan": _scan, "while": _while}
 
@@ -41,7 +37,7 @@ def with_index(rule: Rule, replica: Any) -> Rule:
         if eqn.primitive.name == "axis_index":
             return [replica]
         if not _asks(eqn):
-            return rule(eqn, given)
+            return bound(eqn, given)
         if eqn.primitive.name in holders:
             return list(holders[eqn.primitive.name](eqn, given, of_replica))
         body = called(eqn)
@@ -54,7 +50,7 @@ def with_index(rule: Rule, replica: Any) -> Rule:
                 "without deterministic=True.",
             )
         if eqn.primitive.name in RECOMPUTED:
-            return _recomputed(eqn, body, given, rule, replica)
+            return _recomputed(eqn, body, given, replica)
         return evaluated(body, given, of_replica)
 
     return of_replica
@@ -112,12 +108,12 @@ def _while(eqn: Any, given: Sequence[Any], rule: Rule) -> Sequence[Any]:
 
 
 def _recomputed(
-    eqn: Any, body: core.ClosedJaxpr, given: Sequence[Any], rule: Rule, replica: Any
+    eqn: Any, body: core.ClosedJaxpr, given: Sequence[Any], replica: Any
 ) -> list[Any]:
     """The operation of a body that takes the number as one more operand."""
 
     def function(own: Any, *inputs: Any) -> list[Any]:
-        return evaluated(body, inputs, with_index(rule, own))
+        return evaluated(body, inputs, with_index(own))
 
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     own = jax.ShapeDtypeStruct((), "int32")

@@ -1,10 +1,11 @@
-"""Programs with some of their operations written otherwise, since XLA does what it
-should not where it divides these over the devices.
+"""Programs with some of their operations written otherwise, since XLA does not do with
+these what it should, or not quickly.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
@@ -33,16 +34,24 @@ class Rewriting:
         """Whether a traced program has such operations."""
         return jaxprs.has(program, self.is_one, but_in=(_OF_EACH_DEVICE,))
 
-    def _evaluated(self, eqn: Any, given: list[Any]) -> list[Any]:
-        if eqn.primitive.name != _OF_EACH_DEVICE:
-            eqn = jaxprs.with_programs(eqn, self.traced_again)
-        return (self.rule if self.is_one(eqn) else jaxprs.bound)(eqn, given)
+    def traced_again(
+        self, program: core.ClosedJaxpr, axes: Sequence[tuple[str, int]] = ()
+    ) -> core.ClosedJaxpr:
+        """A program, written so if it has such operations.
 
-    def traced_again(self, program: core.ClosedJaxpr) -> core.ClosedJaxpr:
-        """A program, written so if it has such operations."""
+        Args:
+            axes: Those over which it communicates, with their lengths.
+        """
         if not self.is_in(program):
             return program
-        return jaxprs.retraced(program, self._evaluated)
+        inner = functools.partial(self.traced_again, axes=axes)
+
+        def results(eqn: Any, given: list[Any]) -> list[Any]:
+            if eqn.primitive.name != _OF_EACH_DEVICE:
+                eqn = jaxprs.with_programs(eqn, inner)
+            return (self.rule if self.is_one(eqn) else jaxprs.bound)(eqn, given)
+
+        return jaxprs.retraced(program, results, axes)
 
 
 def rewritten(

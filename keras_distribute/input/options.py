@@ -82,13 +82,14 @@ class InputContext:
         replicas = self.num_replicas_in_sync
         if global_batch_size % replicas:
             below = global_batch_size // replicas * replicas
+            known = [str(size) for size in (below, below + replicas) if size]
             raise ValueStructureError(
                 f"Global batch size {global_batch_size} does not divide over "
                 f"{replicas} replicas.",
                 received=f"{self}.",
-                fix=f"use {below or replicas} or {below + replicas}, or let the "
-                "strategy split the batch: strategy.experimental_distribute_dataset("
-                "dataset), or model.fit(dataset).",
+                fix=f"use {' or '.join(known)}, or let the strategy split the batch: "
+                "strategy.experimental_distribute_dataset(dataset), or "
+                "model.fit(dataset).",
             )
         return global_batch_size // replicas
 

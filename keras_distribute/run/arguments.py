@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from keras_distribute._compat import variables as compat
-from keras_distribute._compat.jax_internals import is_key
+from keras_distribute._compat.jax_internals import is_key, settings
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.errors import (
     ContextError,
@@ -123,7 +123,7 @@ class Call:
             s if isinstance(s, Static) else (s.shape, s.dtype, s.weak_type, next(kinds))
             for s in self.leaves
         )
-        self.signature = self._structure, tuple(forms)
+        self.signature = self._structure, tuple(forms), settings()
 
     def rebuilt(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with `arrays` in the place of arrays."""

@@ -27,7 +27,6 @@ from keras_distribute.remote.channel import Channel
 from keras_distribute.remote.credentials import Credentials
 from keras_distribute.remote.frames import Array, Header
 from keras_distribute.run.arguments import Call
-from keras_distribute.scheduling.additions import Change
 from keras_distribute.scheduling.kept import Kept
 from keras_distribute.scheduling.layouts import layout_of
 from keras_distribute.scheduling.programs import Traced, is_sum_of_replicas, traced
@@ -298,7 +297,10 @@ class Cluster:
             if key not in programs:
                 iterators = [iterator for iterator, _ in program.elements]
                 elements = list(zip(iterators, forms, strict=True))
-                with jax.enable_x64(program.x64):
+                with (
+                    jax.enable_x64(program.x64),
+                    jax.default_matmul_precision(program.precision),
+                ):
                     programs[key] = self._made(function, call, elements)
             self._exchange(closure, seeds[0], programs[key])
 
@@ -317,7 +319,7 @@ class Cluster:
             self._written([version for version, _ in self._floor]),
             iterators,
             result,
-            self._finish,
+            self.kept.finish,
             self._max_staleness,
             counted,
             slots,
@@ -346,73 +348,25 @@ class Cluster:
                 self.served.check(program.of_servers)
                 with self.kept.lock:
                     if not self.queue.orders(advancing):  # Of another thread.
-                        seeds = [self._advanced(program) for _ in range(steps)]
-                        return self.kept_by(program), seeds
-
-    def kept_by(self, program: Traced) -> list[Array]:
-        """The values that a program takes of the coordinator's variables."""
-        with self.kept.lock:
-            return [self.kept.value_of(variable) for variable in program.kept]
-
-    def _advanced(self, program: Traced) -> list[Any]:
-        """What one step takes of seeds and counters, which go on."""
-        values = [self.kept.value_of(variable) for variable in program.advanced]
-        for variable, constant in program.constants:
-            self.kept.add(variable, constant)
-        return values
+                        seeds = [self.kept.advance(program) for _ in range(steps)]
+                        return self.kept.taken_by(program), seeds
 
     def _exchange(self, closure: Closure, seeds: list[Any], program: Traced) -> None:
         """Gives a function of one step the program for batches of another form, which
-        may take other variables: the values of those that it has not taken yet are
-        those of now, without what it has added itself when it was scheduled.
+        may take other variables.
 
         Args:
             closure: The function.
             seeds: What it takes of seeds and counters.
             program: In the place of the one that it has.
         """
-        before = closure.program
-        taken = dict(zip(map(id, before.kept), closure.kept, strict=True))
-        taken |= zip(map(id, before.advanced), seeds, strict=True)
-        added = {id(variable): constant for variable, constant in before.constants}
-
-        def value_of(variable: Any) -> Any:
-            if id(variable) in taken:
-                return taken[id(variable)]
-            value = self.kept.value_of(variable)
-            return value - added[id(variable)] if id(variable) in added else value
-
         with self._lock:
             self.send_changed()
             self.served.check(program.of_servers)
             closure.floor = self._written([version for version, _ in closure.floor])
-            # Of seeds, which are unsigned.
-            with self.kept.lock, np.errstate(over="ignore"):
-                closure.kept = list(map(value_of, program.kept))
-                seeds[:] = map(value_of, program.advanced)
-                self._correct_constants(before, program)
+            taken = closure.kept, seeds
+            closure.kept, seeds[:] = self.kept.exchange(closure.program, program, taken)
         closure.program = program
-
-    def _correct_constants(self, before: Traced, program: Traced) -> None:
-        """What was added for a step when it was scheduled may be another for a batch of
-        another form, as a number of rows is.
-        """
-        old = {id(variable): constant for variable, constant in before.constants}
-        new = {id(variable): constant for variable, constant in program.constants}
-        variables = {id(v): v for v, _ in (*before.constants, *program.constants)}
-        for key, variable in variables.items():
-            zero = np.zeros(variable.shape, variable._dtype)
-            change = new.get(key, zero) - old.get(key, zero)
-            if np.any(change):
-                self.kept.add(variable, change)
-
-    def _finish(self, program: Traced, changes: Sequence[Any]) -> None:
-        with self.kept.lock:  # Who looks sees all of a step, or nothing.
-            for (kind, variable), change in zip(program.changes, changes, strict=True):
-                if kind is Change.SET:
-                    self.kept.set(variable, change)
-                else:
-                    self.kept.add(variable, change)
 
     def dataset(self, pickled: Any, element: Any) -> PerWorkerDataset:
         """A dataset on each worker.
@@ -448,21 +402,6 @@ class Cluster:
                     self.updates.place(optimizer, weights)
             self.served.add([variable])
             return self.served.assign_blocks(variable, blocks)
-
-    def are_assigned(self, variables: Sequence[Any]) -> bool:
-        """Whether no function has changed any of them since all were assigned."""
-        return not any(map(self._is_kept, variables))
-
-    def values_of(self, variables: Sequence[Any]) -> list[Any]:
-        """Their values at one moment: NumPy's arrays of those that stay here."""
-        with self.kept.lock:
-            return [
-                self.kept.value_of(each) if self._is_kept(each) else each.value
-                for each in variables
-            ]
-
-    def _is_kept(self, variable: Any) -> bool:
-        return variable._link is not None and variable._link[0] is self.kept
 
     def synchronize(self) -> None:
         """What is scheduled from now on sees all that has finished."""

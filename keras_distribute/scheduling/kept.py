@@ -1,11 +1,12 @@
 """What stays with the coordinator of variables that functions use: the values that it
-sends along, and changes when they have returned.
+sends along, and changes when a function is scheduled, or has returned.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ import numpy as np
 
 from keras_distribute.devices.launches import launches
 from keras_distribute.remote.frames import Array
+from keras_distribute.scheduling.additions import Change
+from keras_distribute.scheduling.programs import Traced
 from keras_distribute.variables import Holder
 
 _T = TypeVar("_T")
@@ -81,6 +84,82 @@ class Kept(OnCoordinator[Array]):
         """Sets a variable."""
         with self.lock:
             self._taken(variable).value = value
+
+    def are_assigned(self, variables: Sequence[Any]) -> bool:
+        """Whether no function has changed any of them since all were assigned."""
+        return not any(map(self._has, variables))
+
+    def values_of(self, variables: Sequence[Any]) -> list[Any]:
+        """Their values at one moment: NumPy's arrays of those that are here."""
+        with self.lock:
+            return [
+                self.value_of(each) if self._has(each) else each.value
+                for each in variables
+            ]
+
+    def taken_by(self, program: Traced) -> list[Array]:
+        """The values that a program takes, but for what goes on with each step."""
+        with self.lock:
+            return list(map(self.value_of, program.kept))
+
+    def advance(self, program: Traced) -> list[Array]:
+        """What one step takes of seeds and counters, which go on."""
+        with self.lock:
+            values = list(map(self.value_of, program.advanced))
+            for variable, constant in program.constants:
+                self.add(variable, constant)
+            return values
+
+    def exchange(
+        self,
+        before: Traced,
+        program: Traced,
+        taken: tuple[Sequence[Array], Sequence[Array]],
+    ) -> tuple[list[Array], list[Array]]:
+        """What a step takes with another program than that it was scheduled with:
+        values that it has not taken yet are those of now, without what it has added
+        itself.
+
+        Args:
+            before: What it was scheduled with.
+            program: For a batch of another form, as a number of rows is: what is added
+                for the step may be something else.
+            taken: What it has taken: the values, and those of seeds and counters.
+        """
+        known = dict(zip(map(id, before.kept), taken[0], strict=True))
+        known |= zip(map(id, before.advanced), taken[1], strict=True)
+        old = {id(variable): constant for variable, constant in before.constants}
+        new = {id(variable): constant for variable, constant in program.constants}
+
+        def value_of(variable: Any) -> Array:
+            if id(variable) in known:
+                return known[id(variable)]
+            value = self.value_of(variable)
+            return value - old[id(variable)] if id(variable) in old else value
+
+        # Of seeds, which are unsigned.
+        with self.lock, np.errstate(over="ignore"):
+            values = list(map(value_of, program.kept))
+            seeds = list(map(value_of, program.advanced))
+            variables = {id(v): v for v, _ in (*before.constants, *program.constants)}
+            for key, variable in variables.items():
+                zero = np.zeros(variable.shape, variable._dtype)
+                change = new.get(key, zero) - old.get(key, zero)
+                if np.any(change):
+                    self.add(variable, change)
+            return values, seeds
+
+    def finish(self, program: Traced, changes: Sequence[Array]) -> None:
+        """Takes what a function has made: who looks sees all of a step, or nothing."""
+        with self.lock:
+            for (kind, variable), change in zip(program.changes, changes, strict=True):
+                if kind is Change.SET:
+                    self.set(variable, change)
+                else:
+                    self.add(variable, change)
+
+    def _has(self, variable: Any) -> bool:
+        return variable._link is not None and variable._link[0] is self
 
     def _first(self, value: Array) -> Array:
         return value

@@ -79,6 +79,7 @@ class Traced:
             did before.
         x64: Whether its numbers may have 64 bits. The threads of workers ask, for what
             they make for it; whoever scheduled it may have said so for its thread.
+        precision: Of its matrix products and convolutions, likewise.
         layouts: What workers are told of it, by the name of the coordinator, which is
             another one for servers that are taken anew, and by how many copies there
             are of what it sets.
@@ -103,6 +104,7 @@ class Traced:
     constants: list[tuple[Any, np.ndarray[Any, Any]]]
     ordered: list[Any]
     x64: bool
+    precision: str | None
     layouts: dict[Any, Header] = dataclasses.field(default_factory=dict[Any, Header])
 
     @property
@@ -259,6 +261,7 @@ class _Made:
             constants=constants,
             ordered=ordered,
             x64=is_x64(),
+            precision=jax.config.values["jax_default_matmul_precision"],
         )
 
     def _depending(self, changes: Sequence[int]) -> list[bool]:

@@ -24,6 +24,7 @@ from keras_distribute.errors import (
 from keras_distribute.remote.channel import Channel, raise_remote
 from keras_distribute.remote.credentials import Credentials
 from keras_distribute.remote.frames import STAYS, Array, Header
+from keras_distribute.scheduling.kept import Kept
 from keras_distribute.scheduling.programs import Traced
 from keras_distribute.scheduling.queue import Closure, Queue
 
@@ -38,6 +39,7 @@ class Owner(Protocol):
     """What a worker's thread asks of the cluster."""
 
     queue: Queue
+    kept: Kept
     credentials: Credentials
     coordinator: str
     server_addresses: list[str]
@@ -45,10 +47,6 @@ class Owner(Protocol):
 
     def layout_of(self, program: Traced) -> Header:
         """What the worker has to know of a program."""
-        ...
-
-    def kept_by(self, program: Traced) -> list[Array]:
-        """The values that a program takes of the coordinator's variables."""
         ...
 
     def address_of(self, worker: int) -> str | None:
@@ -254,7 +252,7 @@ class Worker(threading.Thread):
             **coordinator,
         }
         if closure.sees_all:
-            closure.kept = self._owner.kept_by(program)
+            closure.kept = self._owner.kept.taken_by(program)
         args = closure.args(self.index)
         if closure.slots is not None:
             held, group, makes, size = closure.slots

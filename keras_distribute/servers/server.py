@@ -71,7 +71,9 @@ class Server:
         self._job, self._index = str(job_name), int(task_index or 0)
         self._credentials = credentials.of_job()
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        # Held while it serves. (Interrupted, `Thread.join` takes a thread that runs for
+        # one that has ended.)
+        self._serving: threading.Lock | None = None
         self._error: BaseException | None = None
         if start:
             self.start()
@@ -93,13 +95,16 @@ class Server:
 
     def start(self) -> None:
         """Listens, unless it does already."""
-        if self._thread is not None and self._thread.is_alive():
+        if self._serving is not None and self._serving.locked():
             return
         self._stop.clear()
         self._error = None
         address = self._cluster.task_address(self._job, self._index)
         endpoint = Endpoint(address, self._credentials)
         task: Any = _KINDS[self._job](self._credentials, endpoint.upcoming)
+
+        serving = threading.Lock()
+        serving.acquire()
 
         def serve() -> None:
             try:
@@ -110,10 +115,11 @@ class Server:
                 self._error = error
             finally:
                 endpoint.close()
+                serving.release()
 
         name = f"{self._job}:{self._index}"
-        self._thread = threading.Thread(target=serve, name=name, daemon=True)
-        self._thread.start()
+        threading.Thread(target=serve, name=name, daemon=True).start()
+        self._serving = serving
 
     def join(self) -> None:
         """Waits until the coordinator has said goodbye.
@@ -121,14 +127,14 @@ class Server:
         Raises:
             ClusterError: If it was not started, or has ended by an error.
         """
-        if self._thread is None:
+        if self._serving is None:
             raise ClusterError(
                 "The server was not started.",
                 received="start=False, and then join.",
                 fix="server.start() before.",
             )
-        while self._thread.is_alive():
-            self._thread.join(0.2)  # So that Ctrl-C ends it.
+        with self._serving:  # Ctrl-C ends the wait.
+            pass
         if self._error is not None:
             raise ClusterError(
                 f"The task {self._job}:{self._index} has ended by an error.",
@@ -139,8 +145,9 @@ class Server:
     def stop(self) -> None:
         """Ends it from within its process."""
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
+        if self._serving is not None:
+            with self._serving:
+                pass
 
     @staticmethod
     def create_local_server(config: Any = None, start: bool = True) -> Server:

@@ -286,8 +286,9 @@ def _check_alone(name: str, owner: tuple[int, str, str]) -> None:
             "A model is trained and evaluated by one thread at a time.",
             received=f"{name} in the thread {threading.current_thread().name!r}, while "
             f"the thread {thread!r} is in {running} of the same model.",
-            fix="wait for it (a threading.Lock around both), or use a copy, "
-            "keras.models.clone_model(model); predict works from any thread.",
+            fix="wait for it (a threading.Lock around both), or use a copy, in the "
+            "strategy's scope: copy = keras.models.clone_model(model), and "
+            "copy.set_weights(model.get_weights()); predict works from any thread.",
         )
 
 

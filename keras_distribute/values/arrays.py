@@ -55,8 +55,8 @@ def check_adds(value: Any) -> None:
         raise StructureTypeError(
             "Keys of random numbers have neither a sum nor a mean.",
             received=f"an array of {value.dtype}.",
-            fix="strategy.gather(keys, axis=0) for those of all replicas, or "
-            "strategy.experimental_local_results(keys).",
+            fix="strategy.experimental_local_results(keys); or strategy.gather(keys, "
+            "axis=0) for those of all replicas, of key[None] where each has one.",
         )
 
 

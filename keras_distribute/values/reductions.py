@@ -213,8 +213,8 @@ def check_axis(axis: int, ndim: int) -> int:
         raise ValueStructureError(
             f"There is no axis {axis} in a value of {ndim} dimension(s).",
             received=f"axis={axis}.",
-            fix="axis=None for a value without dimensions, else an axis that every "
-            "component has."
+            fix="axis=None to reduce it; value[None] to gather it, in the function "
+            "given to strategy.run."
             if ndim == 0
             else f"an axis from {-ndim} to {ndim - 1}.",
         )

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 
 from keras_distribute import checks, context
 from keras_distribute._compat import variables as compat
+from keras_distribute._compat.jax_internals import is_tracing
 from keras_distribute.context import Frame
 from keras_distribute.devices.launches import launches
 from keras_distribute.devices.mesh import ReplicaMesh
@@ -216,7 +217,8 @@ class DistributedVariable(compat.Variable):
             VariableScopeError: In the scope of another strategy; or in a function that
                 JAX traces, without `keras.StatelessScope`.
         """
-        if type(value) not in (int, float) or self.shape or compat.in_stateless_scope():
+        is_number = type(value) in (int, float) and not self.shape
+        if not is_number or compat.in_stateless_scope() or is_tracing():
             return self._assign(self._checked(value))
         # Each epoch resets its metrics: from the host takes a quarter of the time.
         self._own_frame()

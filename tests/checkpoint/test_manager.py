@@ -12,6 +12,7 @@ import pathlib
 import threading
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import keras
@@ -128,6 +129,15 @@ def test_a_save_without_a_number_follows_the_latest_step(value: Value) -> None:
         manager.restore(0)
         assert manager.save() == str(value.directory / "5")
     assert manager.all_steps() == [0, 2, 3, 4, 5]
+
+
+def test_threads_save_one_after_the_other(value: Value) -> None:
+    with value.manager(max_to_keep=None) as manager:
+        with ThreadPoolExecutor(4) as pool:
+            paths = list(pool.map(lambda _: manager.save(), range(4)))
+        steps = sorted(os.path.basename(path or "") for path in paths)
+        assert steps == ["0", "1", "2", "3"]
+    assert value.files == steps
 
 
 def test_interval(value: Value) -> None:

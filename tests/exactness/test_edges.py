@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, ops
+
+from tests.support import mirrored
 
 from .harness import equals_one_device, fit_evaluate_predict, fit_only, table
 
@@ -159,6 +162,27 @@ def test_layers_frozen_between_fits() -> None:
         lambda: compiled(layers.Dense(4)), run, fit_in_scope=True
     )
     assert np.array_equal(outcome.initial[0][1], outcome.weights[0][1])
+
+
+@pytest.mark.parametrize("kind", ["fit", "evaluate", "predict"])
+def test_settings_of_jax_that_change_between_steps(kind: str) -> None:
+    seen: set[Any] = set()
+
+    class Asking(layers.Layer):
+        def call(self, x: Any) -> Any:
+            seen.add(jax.config.values["jax_default_matmul_precision"])
+            return x
+
+    with mirrored(2).scope():
+        model = keras.Sequential([keras.Input((6,)), Asking()])
+        model.compile(loss="mse")
+    data = (X[:4],) if kind == "predict" else (X[:4], X[:4])
+    step = functools.partial(getattr(model, kind), *data, verbose=0)
+    step()
+    seen.clear()
+    with jax.default_matmul_precision("highest"):
+        step()
+    assert seen == {"highest"}
 
 
 def test_normalization_adapted_in_the_scope() -> None:

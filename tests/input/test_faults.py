@@ -573,3 +573,11 @@ def test_a_seed_lets_processes_shuffle_alike() -> None:
         assert [len(a + b) for a, b in zip(*seen, strict=True)] == [
             len(batch) for batch in dataset
         ]
+
+
+@pytest.mark.parametrize(("size", "fix"), [(1, "use 2, or"), (3, "use 2 or 4, or")])
+def test_a_global_batch_that_does_not_divide_names_those_that_do(
+    size: int, fix: str
+) -> None:
+    with pytest.raises(errors.ValueStructureError, match=f"Fix: {fix} let"):
+        kd.InputContext(1, 0, 2).get_per_replica_batch_size(size)

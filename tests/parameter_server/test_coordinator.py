@@ -876,6 +876,24 @@ def test_numbers_of_64_bits_for_the_thread_that_schedules(one_worker):
         assert weight.numpy() == third - third - third / 2
 
 
+def test_the_precision_of_products_for_the_thread_that_schedules(one_worker):
+    coordinator, seen = ClusterCoordinator(one_worker), []
+
+    def step(iterator):
+        rows = next(iterator)
+        seen.append((len(rows), jax.config.jax_default_matmul_precision))
+        return keras.ops.sum(rows @ rows.T)
+
+    def sizes():
+        return iter([np.ones((size, 2), "float32") for size in (2, 1)])
+
+    iterator = iter(coordinator.create_per_worker_dataset(sizes))
+    with jax.default_matmul_precision("highest"):
+        steps = [coordinator.schedule(step, (iterator,)) for _ in range(2)]
+        assert coordinator.fetch(steps) == [8, 2]
+    assert set(seen) == {(2, "highest"), (1, "highest")}
+
+
 def test_a_new_function_in_each_call_is_warned_about(coordinator):
     with pytest.warns(UserWarning, match=r"^coordinator\.schedule has compiled .* 8"):
         for _ in range(8):

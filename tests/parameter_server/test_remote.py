@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import socket
 import threading
 import time
@@ -441,6 +442,23 @@ def test_a_server_of_this_process(monkeypatch):
         kd.Server(server.server_def["cluster"], "worker", 0, start=False).join()
     with pytest.raises(kd.errors.ClusterError, match="a worker or a parameter server"):
         kd.Server({"chief": ["a:1"]}, "chief", 0)
+
+
+def test_a_server_whose_join_was_interrupted_is_waited_for(monkeypatch):
+    monkeypatch.setenv("KERAS_DISTRIBUTE_JOB_TOKEN", "t" * 40)
+    server = kd.Server.create_local_server()
+    main = threading.main_thread().ident
+    threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        server.join()
+    server.start()  # It listens already.
+    joined = threading.Thread(target=server.join)
+    joined.start()
+    joined.join(0.3)
+    assert joined.is_alive()
+    server.stop()
+    joined.join(10)
+    assert not joined.is_alive()
 
 
 @pytest.mark.parametrize("error", [OverflowError("too large"), SystemExit(0)])

@@ -93,7 +93,7 @@ class ScheduledStep:
             if self._kind == "train":  # Others do not ask what is trained.
                 self._check_weights()
             self._state, self._metrics = state, self._trainer.metrics_variables
-        if self._strategy.cluster.are_assigned(self._metrics):
+        if self._strategy.cluster.kept.are_assigned(self._metrics):
             self._begin_metrics()
 
     def _check_weights(self) -> None:
@@ -213,7 +213,7 @@ class MetricResults:
 
     def __call__(self) -> dict[str, Any]:
         variables = self._trainer.metrics_variables
-        return self._program(self._strategy.cluster.values_of(variables))
+        return self._program(self._strategy.cluster.kept.values_of(variables))
 
     def _computed(self, values: Sequence[Any]) -> dict[str, Any]:
         pairs = zip(self._trainer.metrics_variables, values, strict=True)

@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_distribute import context
+from keras_distribute._compat.jax_internals import settings
 from keras_distribute.context import Frame, GlobalBatch, Mode
 from keras_distribute.devices import divided, exports, jaxprs, scatters
 from keras_distribute.devices.launches import Executable, launches
@@ -385,6 +386,7 @@ def form_of_batch(placed: batches.Placed) -> Any:
     """What two batches have in common that one program can take."""
     leaves, structure = jax.tree.flatten(placed.data)
     return (
+        settings(),
         structure,
         tuple((leaf.shape, leaf.dtype) for leaf in leaves),
         placed.rows,
