@@ -24,6 +24,9 @@ _PATIENT_SECONDS = 0.5
 _ASK_SECONDS = 0.1
 # A process that is late overwrites in this time what a stranger wrote in its place.
 _REFUSED_SECONDS = 20.0
+# How long one process may wait here for another that has gone on without it: threads of
+# the two may begin programs at other moments.
+_APART_SECONDS = 10.0
 _T = TypeVar("_T")
 
 
@@ -87,28 +90,36 @@ class Channel:
         message = self._wait_for(turn, process)
         topic, said = _topic_and_said(message, process)
         if topic != self._topic:
-            raise ClusterError(
-                "The processes do different things.",
-                received=f"process {process} is at {topic}, process "
-                f"{jax.process_index()} at {self._topic}.",
-                fix="run the same program on every process; only files and prints may "
-                "depend on kd.is_chief().",
-            )
+            raise self._apart(process, f"at {topic}")
         return said
+
+    def _apart(self, process: int, where: str) -> ClusterError:
+        return ClusterError(
+            "The processes do different things.",
+            received=f"process {process} is {where}, process {jax.process_index()} at "
+            f"{self._topic}.",
+            fix="run the same program on every process, also where a callback ends the "
+            "training; only files and prints may depend on kd.is_chief().",
+        )
 
     def _wait_for(self, turn: int, process: int) -> bytes:
         """The message of another process, opened."""
         client, key = jax_internals.coordination_client(), self._key(turn, process)
-        start = time.monotonic()
+        start = together = time.monotonic()
         refused: float | None = None
         while not self._given_up:
-            # Asked before the message: what a process said before its end still counts.
+            # Asked before the message: what a process said before its end, or before
+            # it went on, still counts.
             ended = liveness.current.has_ended(process)
+            ahead = liveness.current.ahead(process)
+            together = together if ahead else time.monotonic()
             waited = time.monotonic() - start
             try:
                 sealed = _ask(client, key, patiently=waited < _PATIENT_SECONDS)
             except jax.errors.JaxRuntimeError as error:
                 self._check_silence(error, process, turn, waited, ended)
+                if ahead and time.monotonic() - together > _APART_SECONDS:
+                    raise self._apart(process, ahead) from error
                 continue
             message = liveness.current.seal.opened(key, sealed)
             if message is not None:

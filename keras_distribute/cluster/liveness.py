@@ -66,6 +66,12 @@ class Alone:
         """Whether a process that this one waits for has ended its program."""
         return False
 
+    def ahead(self, process: int) -> str | None:
+        """Where a process is that has begun more programs of all than this one; `None`
+        where it has not, and in a thread that begins none.
+        """
+        return None
+
 
 class Processes(Alone):
     """The processes that train together, as this one sees them.
@@ -86,6 +92,7 @@ class Processes(Alone):
         self._timeout, self._end = timeout, end
         self._interval = min(_MOST_SECONDS, timeout / 8)
         self._steps, self._programs, self._place = 0, 0, "at the start"
+        self._beginning: int | None = None  # The thread that begins programs.
         self._turn, self._leaves = 0, False
         self._stopped = threading.Event()
         # So that no older heartbeat is written after that this process leaves.
@@ -121,6 +128,7 @@ class Processes(Alone):
         if num_processes == self.num_processes:
             check_together("A program over the devices of all")
             self._programs += 1
+            self._beginning = threading.get_ident()
 
     def has_ended(self, process: int) -> bool:
         other = self.heard_as[process]
@@ -128,6 +136,14 @@ class Processes(Alone):
             return False
         self._awaited = other
         return True
+
+    def ahead(self, process: int) -> str | None:
+        other = self.heard.last[self.heard_as[process]][0]
+        is_ahead = other.programs > self._programs and not other.has_ended
+        return other.where if is_ahead and self._begins_programs() else None
+
+    def _begins_programs(self) -> bool:
+        return self._beginning == threading.get_ident()
 
     def sign(self, seal: Seal) -> None:
         """From now on only what this seal opens is heard."""

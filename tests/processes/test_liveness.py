@@ -3,6 +3,7 @@ time, and say which one it was, and where.
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 
 import keras_distribute as kd
 from keras_distribute._compat import jax_internals
-from keras_distribute.cluster import liveness, processes
+from keras_distribute.cluster import agreement, liveness, processes
 from keras_distribute.cluster.heartbeats import Heartbeat, Heartbeats
 from keras_distribute.cluster.ports import free_port
 
@@ -420,3 +421,27 @@ def test_who_never_comes_is_told_before_jax_ends_the_process():
         "reached from this host.\n"
     )
     assert "in 2 seconds not all of the others have come.\n" in told[1]
+
+
+def stopping_early():
+    """As with a callback that ends the training of one process in an epoch."""
+    agreement._APART_SECONDS = 2.0
+    strategy = kd.MultiWorkerMirroredStrategy()
+    for _ in range(2):
+        strategy.run(lambda: kd.get_replica_context().all_reduce("SUM", 1.0))
+    if jax.process_index() == 0:
+        total = strategy.run(lambda: kd.get_replica_context().all_reduce("SUM", 2.0))
+        jax.block_until_ready(total.values)
+    kd.barrier("the end of the epoch")
+
+
+def test_who_goes_on_without_another_process_is_told():
+    with kd.testing.MultiProcessRunner(stopping_early, 2, timeout=60) as runner:
+        results = runner.join()
+    assert [result.exit_code for result in results] == [liveness.FOLLOWING_CODE, 1]
+    assert re.search(
+        r"ClusterError: The processes do different things.*process 0 is in run \(step 3 "
+        r"of its program\), process 1 at barrier 'the end of the epoch'",
+        results[1].error,
+        re.DOTALL,
+    )
