@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -140,6 +141,30 @@ def test_what_mixes_rows_is_named() -> None:
     assert strategy.summary(model).training_steps == (
         f"{GLOBAL}the operation `cumsum` in `mine` mixes rows. Faster: operations on "
         "each row alone.",
+    )
+
+
+class Printing(layers.Layer):
+    """Shows Python what it is given."""
+
+    def call(self, inputs: Any) -> Any:
+        jax.debug.callback(lambda rows: shown.append(len(rows)), inputs)
+        return inputs
+
+
+shown: list[int] = []
+
+
+def test_what_shows_python_the_rows_is_named() -> None:
+    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        model = sequential(Printing(name="mine"))
+    model.fit(X, X[:, :1], batch_size=4, verbose=0)
+    jax.effects_barrier()
+    assert set(shown) == {4}
+    assert strategy.summary(model).training_steps == (
+        f"{GLOBAL}the operation `debug_callback` in `mine` shows Python the rows of "
+        "all. Faster: a step without it.",
     )
 
 

@@ -11,6 +11,7 @@ step is traced.
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 from keras_distribute._compat import optimizer as compat_optimizer
@@ -19,6 +20,7 @@ from keras_distribute.strategies.base import Strategy
 from keras_distribute.variables import SyncOnReadVariable
 
 _MIXED = "_keras_distribute_mixed_rows"
+_TO_PYTHON = re.compile("`(debug_print|(debug|io|pure)_callback)`")
 _UNLESS = ", unless an operation mixes rows, which the first batch shows"
 
 
@@ -65,8 +67,10 @@ class StepPlan:
                 text = "adds up the gradients of each replica's rows on the replica, "
                 text += "and sums them over the replicas where the optimizer updates"
         if self.mixed:
-            text = f"{mixing}, because {self.mixed} mixes rows. "
-            text += f"{faster}: operations on each row alone"
+            mixes, instead = "mixes rows", "operations on each row alone"
+            if _TO_PYTHON.search(self.mixed):
+                mixes, instead = "shows Python the rows of all", "a step without it"
+            text = f"{mixing}, because {self.mixed} {mixes}. {faster}: {instead}"
         elif self.mixed is None:
             text += _UNLESS
         return f"The training step {text}."
