@@ -89,9 +89,11 @@ class ReduceOp(enum.Enum):
         if isinstance(value, str) and value.upper() in ReduceOp.__members__:
             return ReduceOp[value.upper()]
         error = ValueStructureError if isinstance(value, str) else StructureTypeError
+        # TensorFlow's look like these.
+        of = f" of {type(value).__module__}" if isinstance(value, enum.Enum) else ""
         raise error(
             "A reduction is ReduceOp.SUM or ReduceOp.MEAN.",
-            received=f"{checks.shown(value)}.",
+            received=f"{checks.shown(value)}{of}.",
             fix='kd.ReduceOp.SUM, or "SUM".',
         )
 

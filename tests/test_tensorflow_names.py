@@ -11,6 +11,7 @@ import keras
 import pytest
 
 import keras_distribute as kd
+from keras_distribute import errors
 
 tf = pytest.importorskip("tensorflow")
 
@@ -147,3 +148,8 @@ def test_names_beside_exist():
         for module, name in named
         if not exists(name, kd if module == "kd" else keras)
     ] == []
+
+
+def test_a_reduction_of_tensorflow_is_shown_as_such():
+    with pytest.raises(errors.StructureTypeError, match="SUM.* of tensorflow"):
+        kd.ReduceOp.parse(tf.distribute.ReduceOp.SUM)
