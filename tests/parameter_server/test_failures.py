@@ -174,7 +174,7 @@ def test_what_the_coordinator_cannot_take_is_an_error(strategy, monkeypatch):
         raise MemoryError("no room")
 
     with monkeypatch.context() as broken:
-        broken.setattr(strategy.cluster, "_finish", full)
+        broken.setattr(strategy.cluster.kept, "finish", full)
         value = counting.scheduled(1)[0]
         with pytest.raises(MemoryError, match="no room"):
             counting.coordinator.join()

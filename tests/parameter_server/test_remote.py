@@ -448,9 +448,13 @@ def test_a_server_whose_join_was_interrupted_is_waited_for(monkeypatch):
     monkeypatch.setenv("KERAS_DISTRIBUTE_JOB_TOKEN", "t" * 40)
     server = kd.Server.create_local_server()
     main = threading.main_thread().ident
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        server.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            server.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     server.start()  # It listens already.
     joined = threading.Thread(target=server.join)
     joined.start()
