@@ -140,10 +140,8 @@ class Processes(Alone):
     def ahead(self, process: int) -> str | None:
         other = self.heard.last[self.heard_as[process]][0]
         is_ahead = other.programs > self._programs and not other.has_ended
-        return other.where if is_ahead and self._begins_programs() else None
-
-    def _begins_programs(self) -> bool:
-        return self._beginning == threading.get_ident()
+        begins = self._beginning == threading.get_ident()
+        return other.where if is_ahead and begins else None
 
     def sign(self, seal: Seal) -> None:
         """From now on only what this seal opens is heard."""
