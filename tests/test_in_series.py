@@ -594,7 +594,7 @@ def test_the_replica_with_what_is_no_number_is_named(strategies):
 
 def test_arrays_that_the_compiler_knows(strategies, plain):
     """What it made of a sum over 3, times 3, was another operation on one device, where
-    it knew the 3 in the loop or in the branch, too.
+    it knew the 3 in the loop, too.
     """
     three = np.array([3], "float32")
 

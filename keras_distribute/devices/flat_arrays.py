@@ -40,7 +40,7 @@ def flattened(array: Any) -> Any:
 
 
 def entering(array: Any) -> Any:
-    """`flattened`, as it enters a loop or a branch from outside. Without the barrier,
+    """`flattened`, as it enters a loop from outside. Without the barrier,
     MLIR joins two changes of shape across the border, where a value was made in another
     shape on one device than on several: a sum of it was then in another order.
     """

@@ -40,7 +40,7 @@ def zero_after(arrays: Sequence[Any], unknown_zero: Any) -> Any:
 def array(constant: Any, unknown_zero: Any) -> Any:
     """An array of which the compiler does not know what is in it.
 
-    On one device it would find that out where a loop or a branch takes it, on several
+    On one device it would find that out where a loop takes it, on several
     it would not: with a known length, the division in a mean became another operation.
     """
     known = jnp.asarray(constant)

@@ -71,9 +71,9 @@ class Server:
         self._job, self._index = str(job_name), int(task_index or 0)
         self._credentials = credentials.of_job()
         self._stop = threading.Event()
-        # Held while it serves. (Interrupted, `Thread.join` takes a thread that runs for
-        # one that has ended.)
-        self._serving: threading.Lock | None = None
+        # Set once it has served. (Interrupted, `Thread.join` takes a thread that runs
+        # for one that has ended.)
+        self._served: threading.Event | None = None
         self._error: BaseException | None = None
         if start:
             self.start()
@@ -95,7 +95,7 @@ class Server:
 
     def start(self) -> None:
         """Listens, unless it does already."""
-        if self._serving is not None and self._serving.locked():
+        if self._served is not None and not self._served.is_set():
             return
         self._stop.clear()
         self._error = None
@@ -103,8 +103,7 @@ class Server:
         endpoint = Endpoint(address, self._credentials)
         task: Any = _KINDS[self._job](self._credentials, endpoint.upcoming)
 
-        serving = threading.Lock()
-        serving.acquire()
+        served = threading.Event()
 
         def serve() -> None:
             try:
@@ -115,11 +114,11 @@ class Server:
                 self._error = error
             finally:
                 endpoint.close()
-                serving.release()
+                served.set()
 
         name = f"{self._job}:{self._index}"
         threading.Thread(target=serve, name=name, daemon=True).start()
-        self._serving = serving
+        self._served = served
 
     def join(self) -> None:
         """Waits until the coordinator has said goodbye.
@@ -127,14 +126,13 @@ class Server:
         Raises:
             ClusterError: If it was not started, or has ended by an error.
         """
-        if self._serving is None:
+        if self._served is None:
             raise ClusterError(
                 "The server was not started.",
                 received="start=False, and then join.",
                 fix="server.start() before.",
             )
-        with self._serving:  # Ctrl-C ends the wait.
-            pass
+        self._served.wait()  # Ctrl-C ends it.
         if self._error is not None:
             raise ClusterError(
                 f"The task {self._job}:{self._index} has ended by an error.",
@@ -145,9 +143,8 @@ class Server:
     def stop(self) -> None:
         """Ends it from within its process."""
         self._stop.set()
-        if self._serving is not None:
-            with self._serving:
-                pass
+        if self._served is not None:
+            self._served.wait()
 
     @staticmethod
     def create_local_server(config: Any = None, start: bool = True) -> Server:

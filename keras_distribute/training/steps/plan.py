@@ -20,7 +20,7 @@ from keras_distribute.strategies.base import Strategy
 from keras_distribute.variables import SyncOnReadVariable
 
 _MIXED = "_keras_distribute_mixed_rows"
-_TO_PYTHON = re.compile("`(debug_print|(debug|io|pure)_callback)`")
+_TO_PYTHON = re.compile("the operation `(debug_print|(debug|io|pure)_callback)`")
 _UNLESS = ", unless an operation mixes rows, which the first batch shows"
 
 
@@ -68,7 +68,7 @@ class StepPlan:
                 text += "and sums them over the replicas where the optimizer updates"
         if self.mixed:
             mixes, instead = "mixes rows", "operations on each row alone"
-            if _TO_PYTHON.search(self.mixed):
+            if _TO_PYTHON.match(self.mixed):
                 mixes, instead = "shows Python the rows of all", "a step without it"
             text = f"{mixing}, because {self.mixed} {mixes}. {faster}: {instead}"
         elif self.mixed is None:
