@@ -139,8 +139,8 @@ class _Part:
                 lax.dynamic_update_slice(stack, row, (j * row.size,))
                 for stack, row in zip(stacks, rows, strict=True)
             ]
-            each_adds = (flattened(own[number]) for number in added_up)
-            return stacks, [unknown.rounded(flat, self._zero) for flat in each_adds]
+            summands = (flattened(own[number]) for number in added_up)
+            return stacks, [unknown.rounded(flat, self._zero) for flat in summands]
 
         none = [of_several(jnp.tile(z, each)) for z in self._zeros(stacked)]
         avals = [self._levels.avals[number] for number in added_up]
