@@ -4,10 +4,11 @@ other. Knows no Keras.
 The traced program of one replica is cut where the replicas communicate. What is the
 same on every replica is computed once on each device; everything else between two
 communications is the body of a loop over the device's replicas, whose values that are
-needed later are stacked. So a replica's part is compiled as one computation of its own
-shapes, with nothing around it that depends on the number of devices, and sums over the
-replicas follow one binary tree (`collectives.py`): the results have the same bits on
-any number of devices.
+needed later are stacked, or added up. So a replica's part is compiled as one
+computation of its own shapes, with nothing around it that depends on the number of
+devices, and sums over the replicas follow one binary tree, on each device (`_in_pairs`)
+and over them (`collectives.py`): the results have the same bits on any number of
+devices.
 
 What is computed once is a loop of one turn: XLA compiles each body of a loop by itself.
 It must not know the length of a loop, or it would take apart one of a single turn, and
