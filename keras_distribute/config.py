@@ -20,6 +20,7 @@ from keras_distribute._compat import jax_internals, libtpu
 from keras_distribute.errors import DeviceError, ValueStructureError
 
 _THREADS_PER_DEVICE = 4  # 32 threads for 8 devices never starved; 8 for 8 did.
+_SAME_BITS_UP_TO = 8  # Devices, with the same pool for each number of them.
 _BY_USER = "NPROC in the environment"
 # What `NPROC` was set to here, so that child processes do not take it for the user's.
 SET_HERE = "KERAS_DISTRIBUTE_NPROC"
@@ -126,14 +127,18 @@ def size_pool_for_requested_devices() -> None:
     """Sizes XLA's pool for virtual devices that were asked for by a flag or by JAX's
     option. Runs on import.
     """
-    match = _FLAG.search(os.environ.get("XLA_FLAGS", ""))
-    requested = (
-        int(match.group(1))
-        if match
-        else max(1, jax.config.values["jax_num_cpu_devices"])
-    )
     if not jax_internals.backends_are_initialized():
-        _size_pool(requested)
+        _size_pool(_requested_devices())
+
+
+def size_pool_for_same_bits() -> None:
+    """Gives XLA as many threads for one CPU device as for eight: the bits of matrix
+    products depend on them. Where the user says nothing, and JAX has not started.
+    """
+    if jax_internals.backends_are_initialized() or _chosen.pool_reason == _BY_USER:
+        return
+    needed = _THREADS_PER_DEVICE * max(_requested_devices(), _SAME_BITS_UP_TO)
+    _set_pool(needed, "keras_distribute, for deterministic=True")
 
 
 def check_pool(num_devices: int) -> None:
@@ -185,8 +190,20 @@ def _size_pool(num_devices: int) -> None:
     asked = _threads_asked_for()
     needed = _THREADS_PER_DEVICE * num_devices if num_devices > 1 else 0
     if needed > (asked or cores()):
-        os.environ["NPROC"] = os.environ[SET_HERE] = str(needed)
-        _chosen.pool_reason = f"keras_distribute, for {num_devices} CPU devices"
-    elif asked and not _chosen.pool_size:
+        _set_pool(needed, f"keras_distribute, for {num_devices} CPU devices")
+        return
+    if asked and not _chosen.pool_size:
         _chosen.pool_reason = _BY_USER
     _chosen.pool_size = _threads_asked_for() or cores()
+
+
+def _set_pool(threads: int, reason: str) -> None:
+    os.environ["NPROC"] = os.environ[SET_HERE] = str(threads)
+    _chosen.pool_size, _chosen.pool_reason = threads, reason
+
+
+def _requested_devices() -> int:
+    """How many CPU devices JAX is asked for, by a flag or by its option."""
+    match = _FLAG.search(os.environ.get("XLA_FLAGS", ""))
+    option = jax.config.values["jax_num_cpu_devices"]
+    return int(match.group(1)) if match else max(1, option)

@@ -133,6 +133,27 @@ def test_the_pool_has_the_cores_that_the_process_may_use():
     assert result.stdout.split() == ["1", "1", "8", "32", "32"], result.stderr
 
 
+@pytest.mark.parametrize("devices", [1, 2, 8])
+@pytest.mark.parametrize("strategy", ["Mirrored", "MultiWorkerMirrored"])
+def test_the_same_bits_need_the_same_pool(strategy, devices):
+    result = in_new_process(
+        "import keras_distribute as kd\n"
+        f"kd.config.set_cpu_devices({devices})\n"
+        f"kd.{strategy}Strategy(deterministic=True)\n{PRINT}\nprint(kd.config.pool())"
+    )
+    assert result.stdout.splitlines() == [
+        f"{devices} 32",
+        "(32, 'keras_distribute, for deterministic=True')",
+    ], result.stderr
+
+
+def test_a_pool_that_the_user_asks_for_stays():
+    script = "import keras_distribute as kd\nkd.MirroredStrategy(deterministic=True)\n"
+    script += f"{PRINT}\nprint(kd.config.pool()[1])"
+    result = in_new_process(script, NPROC="3")
+    assert result.stdout.splitlines() == ["1 3", "NPROC in the environment"]
+
+
 def test_one_device_leaves_the_thread_pool_alone():
     result = in_new_process(f"import keras_distribute as kd\n{PRINT}")
     assert result.stdout.split() == ["1", "None"], result.stderr

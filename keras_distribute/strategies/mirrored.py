@@ -98,6 +98,8 @@ class MirroredStrategy(LogicalDevicesStrategy):
         num_logical_devices: int = 1,
         layout_map: LayoutMap | None = None,
     ) -> None:
+        if deterministic is True:
+            config.size_pool_for_same_bits()
         found = parse_devices(devices)
         if found[0].platform == "cpu":
             config.check_pool(len(found))

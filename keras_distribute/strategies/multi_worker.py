@@ -98,6 +98,8 @@ class MultiWorkerMirroredStrategy(LogicalDevicesStrategy):
         options = CommunicationOptions.checked(communication_options)
         checks.flag("shard_optimizer_state", shard_optimizer_state)
         check_communication_dtype(communication_dtype)
+        if deterministic is True:
+            config.size_pool_for_same_bits()
         self._resolver = cluster_resolver or automatic_resolver()
         processes.start(
             self._resolver.topology(),
