@@ -645,6 +645,26 @@ def test_new_weights_take_the_place_of_old_ones(devices):
     assert compiled.memory_analysis().temp_size_in_bytes < (rounds + 4) * w.nbytes
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("scale", [1e-7, 1e-5, 6e-5, 1, 3e4])
+def test_sums_of_16_bits_are_rounded_as_such(dtype, scale):
+    """Also to the small numbers of float16 in which the bits of exponents end."""
+    drawn = scale * np.random.RandomState(2).randn(8, 500)
+    values = np.asarray(drawn.astype(jnp.dtype(dtype)))
+    expected = list(values)
+    with np.errstate(over="ignore"):
+        while len(expected) > 1:
+            pairs = zip(expected[::2], expected[1::2], strict=True)
+            expected = [a + b for a, b in pairs]
+    for devices in (1, 4, 8):
+        mesh = in_series(devices).replica_mesh
+        rows, whole = PartitionSpec(AXIS), PartitionSpec()
+        program = over_replicas(mesh, lambda x: lax.psum(x, AXIS), (rows,), whole)
+        options = mesh.series.compiler_options | OPTIMIZED
+        sums = jax.jit(program, compiler_options=options)(values)[0]
+        np.testing.assert_array_equal(sums, expected[0])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
 def test_products_are_rounded_before_they_are_added(dtype):
     """Where a device has several replicas, as where each has its own."""

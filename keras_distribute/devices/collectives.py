@@ -43,7 +43,21 @@ def added(a: Any, b: Any) -> Any:
     if bits is None:
         return a + b
     wide = a.astype("float32") + b.astype("float32")
-    return lax.reduce_precision(wide, *bits).astype(a.dtype)
+    return _of_fewer_bits(wide, a.dtype, *bits).astype(a.dtype)
+
+
+def _of_fewer_bits(wide: Any, dtype: Any, exponent: int, mantissa: int) -> Any:
+    """Numbers of 32 bits, rounded to what 16 hold. XLA by itself makes zeros of those
+    below 6e-5 in float16, as many gradients are.
+    """
+    rounded = lax.reduce_precision(wide, exponent, mantissa)
+    if exponent == 8:  # As in 32 bits.
+        return rounded
+    info = jnp.finfo(dtype)
+    least = info.smallest_subnormal.astype(wide.dtype)
+    steps = lax.round(wide / least, lax.RoundingMethod.TO_NEAREST_EVEN)
+    is_small = jnp.abs(wide) < info.smallest_normal.astype(wide.dtype)
+    return jnp.where(is_small, steps * least, rounded)
 
 
 def _larger(a: Any, b: Any) -> Any:
