@@ -641,8 +641,8 @@ def test_new_weights_take_the_place_of_old_ones(devices):
     compiled = lowered.compile()
     text = compiled.as_text()
     assert re.findall(r"= f32\[(?:96,96|9216)\]\S* copy\(.*", text) == []
-    rounds = (8 // devices).bit_length()  # A sum for each on a device.
-    assert compiled.memory_analysis().temp_size_in_bytes < (rounds + 4) * w.nbytes
+    own, flat = w.nbytes * 8 // devices, w.nbytes
+    assert compiled.memory_analysis().temp_size_in_bytes < own + 4 * flat
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
