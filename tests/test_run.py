@@ -3,6 +3,7 @@
 import collections
 import functools
 import gc
+import operator
 import weakref
 
 import jax
@@ -251,6 +252,19 @@ def test_methods_partials_and_callable_objects():
             float(strategy.run(f, args=a).values[1])
             for f, a in zip(fns, args, strict=True)
         ] == [2, 3, 5, 2]
+
+
+def test_functions_in_c_are_told_apart(compilations):
+    strategy, pair = mirrored(2), np.array([-2, 3], "float32")
+    after = []
+    for _ in range(2):
+        for function, expected in ((operator.add, [-4, 6]), (operator.mul, [4, 9])):
+            value = strategy.run(function, args=(pair, pair))
+            assert value.values[1].tolist() == expected
+        for function, expected in ((abs, [2, 3]), (sum, 1)):
+            assert strategy.run(function, args=(pair,)).values[1].tolist() == expected
+        after.append(len(compilations))
+    assert after[0] == after[1]
 
 
 def test_a_new_function_in_each_call_is_warned_about():
