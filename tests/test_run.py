@@ -267,6 +267,33 @@ def test_functions_in_c_are_told_apart(compilations):
     assert after[0] == after[1]
 
 
+def test_a_method_among_the_arguments_is_compiled_once(compilations):
+    class Scale:
+        def __init__(self, factor):
+            self.factor = factor
+
+        def times(self, x):
+            return self.factor * x
+
+        def plus(self, x):
+            return self.factor + x
+
+    def step(fn, x):
+        return fn(x)
+
+    strategy, one = mirrored(2), np.float32(1)
+    scales, after = [Scale(2), Scale(3)], []
+    for _ in range(2):
+        found = [
+            float(strategy.run(step, args=(fn, one)).values[1])
+            for scale in scales
+            for fn in (scale.times, scale.plus)
+        ]
+        assert found == [2, 3, 3, 4]
+        after.append(len(compilations))
+    assert after[0] == after[1]
+
+
 def test_a_new_function_in_each_call_is_warned_about():
     strategy = mirrored(2)
     with pytest.warns(
