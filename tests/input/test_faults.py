@@ -161,6 +161,22 @@ def test_arrays_of_different_lengths_in_one_batch(ahead: int) -> None:
     assert "(8, 3), (5, 1)" in str(raised.value)
 
 
+def test_arrays_of_different_lengths_in_the_batch_of_one_replica(ahead: int) -> None:
+    def batches() -> Any:
+        yield X, Y
+        yield X, Y[:5]
+
+    options = kd.InputOptions(experimental_per_replica_buffer_size=ahead)
+    dataset = mirrored(2).distribute_datasets_from_function(
+        lambda context: batches(), options
+    )
+    with pytest.raises(
+        errors.InputError, match="The arrays of a batch have different numbers of rows"
+    ) as raised:
+        list(dataset)
+    assert "(8, 3), (5, 1)" in str(raised.value)
+
+
 def test_an_empty_batch(ahead: int) -> None:
     def batches() -> Any:
         yield X, Y
