@@ -254,6 +254,24 @@ def test_methods_partials_and_callable_objects():
         ] == [2, 3, 5, 2]
 
 
+def test_functions_that_run_later_are_refused(strategy):
+    def generator(x):
+        yield x
+
+    async def coroutine(x):
+        return x
+
+    async def asynchronous_generator(x):
+        yield x
+
+    for fn in (generator, coroutine, asynchronous_generator):
+        with pytest.raises(
+            errors.StructureTypeError,
+            match=f"(?s)runs none of it.*{fn.__name__}.*Fix: a function that returns",
+        ):
+            strategy.run(fn, args=(np.float32(1),))
+
+
 def test_functions_in_c_are_told_apart(compilations):
     strategy, pair = mirrored(2), np.array([-2, 3], "float32")
     after = []
