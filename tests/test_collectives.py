@@ -256,6 +256,26 @@ def test_batches_on_the_host_are_used_like_those_on_the_devices(rows):
     assert all(a is b for a, b in zip(host.values, parts, strict=True))
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float16"])
+def test_the_sum_behind_a_mean_does_not_overflow(dtype):
+    strategy, largest = mirrored(4), float(jnp.finfo(dtype).max)
+    equal = distributed(strategy, [jnp.full(2, largest, dtype)] * 4)
+    ragged = distributed(strategy, [jnp.full(1 + i, largest, dtype) for i in range(4)])
+    for mean in (
+        strategy.reduce("MEAN", equal, axis=None)[1],
+        strategy.reduce("MEAN", equal, axis=0),
+        strategy.reduce("MEAN", ragged, axis=0),
+    ):
+        assert mean.dtype == dtype and float(mean) == largest
+
+
+def test_a_mean_of_more_elements_than_an_int32_counts():
+    strategy = mirrored(2)
+    for sizes in ((2**30, 2**30), (2**30, 2**30 + 1)):
+        value = distributed(strategy, [np.zeros((size, 0)) for size in sizes])
+        assert strategy.reduce("MEAN", value, axis=0).shape == (0,)
+
+
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 3)], ids=["equal", "ragged"])
 def test_what_was_gathered_is_freed(sizes):
     strategy = mirrored(2)

@@ -3,6 +3,7 @@
 import collections
 import functools
 import gc
+import operator
 import weakref
 
 import jax
@@ -251,6 +252,64 @@ def test_methods_partials_and_callable_objects():
             float(strategy.run(f, args=a).values[1])
             for f, a in zip(fns, args, strict=True)
         ] == [2, 3, 5, 2]
+
+
+def test_functions_that_run_later_are_refused(strategy):
+    def generator(x):
+        yield x
+
+    async def coroutine(x):
+        return x
+
+    async def asynchronous_generator(x):
+        yield x
+
+    for fn in (generator, coroutine, asynchronous_generator):
+        with pytest.raises(
+            errors.StructureTypeError,
+            match=f"(?s)runs none of it.*{fn.__name__}.*Fix: a function that returns",
+        ):
+            strategy.run(fn, args=(np.float32(1),))
+
+
+def test_functions_in_c_are_told_apart(compilations):
+    strategy, pair = mirrored(2), np.array([-2, 3], "float32")
+    after = []
+    for _ in range(2):
+        for function, expected in ((operator.add, [-4, 6]), (operator.mul, [4, 9])):
+            value = strategy.run(function, args=(pair, pair))
+            assert value.values[1].tolist() == expected
+        for function, expected in ((abs, [2, 3]), (sum, 1)):
+            assert strategy.run(function, args=(pair,)).values[1].tolist() == expected
+        after.append(len(compilations))
+    assert after[0] == after[1]
+
+
+def test_a_method_among_the_arguments_is_compiled_once(compilations):
+    class Scale:
+        def __init__(self, factor):
+            self.factor = factor
+
+        def times(self, x):
+            return self.factor * x
+
+        def plus(self, x):
+            return self.factor + x
+
+    def step(fn, x):
+        return fn(x)
+
+    strategy, one = mirrored(2), np.float32(1)
+    scales, after = [Scale(2), Scale(3)], []
+    for _ in range(2):
+        found = [
+            float(strategy.run(step, args=(fn, one)).values[1])
+            for scale in scales
+            for fn in (scale.times, scale.plus)
+        ]
+        assert found == [2, 3, 3, 4]
+        after.append(len(compilations))
+    assert after[0] == after[1]
 
 
 def test_a_new_function_in_each_call_is_warned_about():

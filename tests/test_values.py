@@ -387,7 +387,16 @@ class Holder:
 
 
 @pytest.mark.parametrize(
-    "make", [Holder, lambda x: collections.deque([x]), lambda x: {"a": x}.values()]
+    "make",
+    [
+        Holder,
+        lambda x: collections.deque([x]),
+        lambda x: {"a": x}.values(),
+        lambda x: lambda: x,
+        lambda x: functools.partial(max, x),
+        ValueError,
+        lambda x: (x + i for i in range(2)),
+    ],
 )
 def test_objects_that_hide_arrays_are_refused(make):
     with pytest.raises(

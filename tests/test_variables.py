@@ -191,6 +191,27 @@ def test_one_device_strategy_places_variables():
     assert variable.stored.devices() == {jax.devices()[3]}
 
 
+@pytest.mark.parametrize("synchronization", ["on_write", "on_read"])
+def test_an_assigned_array_may_be_changed_afterwards(strategy, synchronization):
+    # JAX takes the memory of arrays that begin at a multiple of 64 bytes.
+    memory = np.zeros(64 * 16 * 4 + 64, "uint8")
+    begin = -memory.ctypes.data % 64
+    array = memory[begin : begin + 64 * 16 * 4].view("float32").reshape(64, 16)
+    array[:] = 1
+    with strategy.scope():
+        given = keras.Variable(
+            array, synchronization=synchronization, aggregation="mean"
+        )
+        assigned = keras.Variable(
+            np.zeros((64, 16)), synchronization=synchronization, aggregation="mean"
+        )
+    assigned.assign(array)
+    array[:] = 7
+    for variable in (given, assigned):
+        assert np.all(variable.numpy() == 1)
+        assert all(np.all(shard == 1) for shard in shards(variable))
+
+
 def test_random_initial_values_are_the_same_everywhere():
     with mirrored(4).scope():
         layer = keras.layers.Dense(5)

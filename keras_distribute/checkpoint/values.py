@@ -27,6 +27,8 @@ from keras_distribute.cluster.encoding import Arrays
 from keras_distribute.consistency import checksums
 from keras_distribute.devices.mesh import on_every_replica, on_host
 from keras_distribute.errors import CheckpointError, ContextError, VariableScopeError
+from keras_distribute.types import ReduceOp
+from keras_distribute.values.cross_device_ops import widened
 from keras_distribute.values.per_replica import PerReplica
 from keras_distribute.variables import (
     Blocks,
@@ -241,9 +243,9 @@ def _value(array: np.ndarray[Any, Any], record: VariableRecord) -> Any:
     if record.aggregation == "mean" and (array == array[:1]).all():
         return array[0]
     stacked = jnp.asarray(array)
-    total = jnp.sum(stacked, 0, dtype=stacked.dtype)
     if record.aggregation == "sum":
-        return total
+        return jnp.sum(stacked, 0, dtype=stacked.dtype)
+    total = jnp.sum(widened(ReduceOp.MEAN, stacked), 0)
     return (total / record.replicas).astype(stacked.dtype)
 
 

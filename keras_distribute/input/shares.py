@@ -184,7 +184,8 @@ class _RoundReader(Reader):
         present = [batch for batch in taken if batch is not None]
         if not present:
             raise StopIteration
-        _check_splits(present[0], several=len(present) < len(taken))
+        for batch in present:
+            _check_splits(batch, several=len(present) < len(taken))
         data = [
             _cut(present[0], 0, 0) if batch is None else batch.data for batch in taken
         ]

@@ -157,6 +157,17 @@ def _with_batch_sampler(loader: Any, sampler: Any) -> Any:
 def _to_host(batch: Any) -> Any:
     """A batch as Keras takes it from a `DataLoader`: of NumPy arrays, not a list."""
     batch = jax.tree.map(
-        lambda leaf: np.asarray(leaf.cpu() if hasattr(leaf, "cpu") else leaf), batch
+        lambda leaf: np.asarray(leaf.cpu() if hasattr(leaf, "cpu") else leaf),
+        batch,
+        is_leaf=_is_text,
     )
     return tuple(batch) if isinstance(batch, list) else batch
+
+
+def _is_text(part: Any) -> bool:
+    """Whether it is the texts of a batch, of which torch makes a list of its rows."""
+    return (
+        isinstance(part, list | tuple)
+        and bool(part)
+        and all(isinstance(row, str | bytes) for row in part)
+    )

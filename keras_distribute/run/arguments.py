@@ -9,6 +9,7 @@ shapes throughout are one variant of the function.
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,9 @@ from keras_distribute.values.per_replica import Mirrored, PerReplica
 
 Shape = tuple[int, ...]
 
+# New objects at each access, equal where object and function are the same.
+_BOUND = types.MethodType | types.BuiltinMethodType
+
 
 @dataclasses.dataclass(frozen=True)
 class Static:
@@ -42,6 +46,8 @@ class Static:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Static) or type(self.value) is not type(other.value):
             return False
+        if isinstance(self.value, _BOUND):
+            return self.value == other.value
         same = (
             _by_value(self.value)
             and (self.value == other.value or self.value != self.value)  # A NaN.
@@ -51,6 +57,8 @@ class Static:
         return self.value is other.value or same
 
     def __hash__(self) -> int:
+        if isinstance(self.value, _BOUND):
+            return hash(self.value)
         value = self.value if _by_value(self.value) else id(self.value)
         return hash((type(self.value), value if value == value else repr(value)))
 

@@ -71,10 +71,7 @@ class ProgramCache:
         """The programs compiled from `function`, to look up and to add to; `by` is what
         the user has called.
         """
-        # A bound method is a new object at each access: its object and its function
-        # last. Equal is not the same here.
-        anchor = getattr(function, "__self__", function)
-        code = getattr(function, "__func__", None)
+        anchor, code = _anchored(function)
         key = id(anchor)
         if key not in self._by_anchor:
             try:
@@ -105,6 +102,21 @@ class ProgramCache:
                 "loop.",
                 stacklevel=5,
             )
+
+
+def _anchored(function: Callable[..., Any]) -> tuple[Any, Any]:
+    """What lasts as long as the programs of a function, and which of its functions it
+    is.
+
+    A bound method is a new object at each access: its object and its function last.
+    Equal is not the same here. Of a function in C, as `operator.add`, the object may be
+    its module, in which it has a name.
+    """
+    anchor = getattr(function, "__self__", None)
+    if anchor is None:
+        return function, None
+    code = getattr(function, "__func__", None)
+    return anchor, getattr(function, "__name__", None) if code is None else code
 
 
 def run(
@@ -142,7 +154,7 @@ def run(
         )
     call = Call(args, kwargs, strategy.replica_mesh)
     programs = strategy.programs.programs_of(function)
-    own = getattr(function, "__self__", function)
+    own, _ = _anchored(function)
     key = (call.signature, mode, None if options is None else repr(options))
     program = programs.get(key)
     if program is None:

@@ -5,14 +5,25 @@ and what TensorFlow does. Refused, since it would happen once, while it is trace
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
 
+from keras_distribute import checks
 from keras_distribute._compat import tensorflow as compat
-from keras_distribute.errors import ContextError, DistributeError
+from keras_distribute.errors import (
+    ContextError,
+    DistributeError,
+    StructureTypeError,
+)
 
+_LATER = (
+    inspect.isgeneratorfunction,
+    inspect.iscoroutinefunction,
+    inspect.isasyncgenfunction,
+)
 _NO_VALUE = (
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
@@ -34,7 +45,15 @@ def refused(
 
     Raises:
         ContextError: For such a function, and for one that uses TensorFlow.
+        StructureTypeError: For one that Python does not run where it is called.
     """
+    if any(is_later(function) for is_later in _LATER):
+        raise StructureTypeError(
+            "A call of this function runs none of it: a program has all that a "
+            "function does.",
+            received=f"{checks.shown(function)}, which has `yield` or `async`.",
+            fix="a function that returns a list: [step(part) for part in parts].",
+        )
     if compat.is_function(function):  # Which TensorFlow would trace first.
         raise _of_tensorflow("a tf.function.")
     try:

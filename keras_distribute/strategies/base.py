@@ -197,6 +197,8 @@ class Strategy(DeprecatedMethods):
                 strategy's.
             AggregationError: When the replicas would assign different values to a
                 mirrored variable.
+            StructureTypeError: For a generator function or a coroutine, and when `fn`
+                returns an object that holds arrays and is no structure.
 
         Example:
             >>> import keras_distribute as kd

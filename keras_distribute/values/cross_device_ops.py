@@ -294,7 +294,7 @@ def checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:
 
 def widened(reduce_op: ReduceOp, value: Any) -> jax.Array:
     """What is summed: booleans are counted, and the sum behind a mean must not
-    overflow, neither in 16 bits nor in those of an integer.
+    overflow, neither in a narrow float nor in the bits of an integer.
     """
     value = jnp.asarray(value)
     check_adds(value)
@@ -303,16 +303,20 @@ def widened(reduce_op: ReduceOp, value: Any) -> jax.Array:
         return value / 1  # Of the dtype that the mean has.
     if value.dtype == jnp.bool_:
         return value.astype(jnp.int32)
-    half = reduce_op is ReduceOp.MEAN and value.dtype in (jnp.float16, jnp.bfloat16)
-    return value.astype(jnp.float32) if half else value
+    floating = jnp.issubdtype(value.dtype, jnp.floating)
+    if reduce_op is ReduceOp.MEAN and floating and jnp.finfo(value.dtype).bits < 32:
+        return value.astype(jnp.float32)
+    return value
 
 
 def scaled(reduce_op: ReduceOp, total: Any, count: Any, value: Any) -> jax.Array:
     """The sum or the mean, of the values' dtype where that can hold one."""
     if reduce_op is not ReduceOp.MEAN:
         return total
+    # JAX takes no number of Python's for an integer if it has more than 32 bits.
+    mean = total / (float(count) if isinstance(count, int) else count)
     kept = jnp.issubdtype(value.dtype, jnp.floating)
-    return (total / count).astype(value.dtype) if kept else total / count
+    return mean.astype(value.dtype) if kept else mean
 
 
 def _add_in_order(parts: list[jax.Array]) -> jax.Array:

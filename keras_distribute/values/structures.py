@@ -12,6 +12,8 @@ import collections
 import copy
 import dataclasses
 import functools
+import inspect
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -96,9 +98,29 @@ def tracers_in(value: Any) -> list[Any]:
         names = [n for own in slots for n in ([own] if isinstance(own, str) else own)]
         parts = [getattr(value, name, None) for name in names]
         parts += getattr(value, "__dict__", {}).values()
+        parts += _beside_attributes(value)
     return [
         leaf for leaf in jax.tree.leaves(parts) if isinstance(leaf, jax.core.Tracer)
     ]
+
+
+def _beside_attributes(value: Any) -> list[Any]:
+    """What Python's own objects have in them that is no attribute of theirs."""
+    if isinstance(value, types.FunctionType):
+        return [*map(_in_cell, value.__closure__ or ()), value.__defaults__]
+    if isinstance(value, functools.partial):
+        return [value.args, value.keywords]
+    if inspect.isgenerator(value):
+        return list(inspect.getgeneratorlocals(value).values())
+    return list(value.args) if isinstance(value, BaseException) else []
+
+
+def _in_cell(cell: types.CellType) -> Any:
+    """What a function has from around it; `None` before that is assigned."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 class _Opened:

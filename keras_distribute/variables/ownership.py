@@ -11,19 +11,17 @@ import jax.core
 import jax.numpy as jnp
 import keras
 
+from keras_distribute.values.arrays import kept
 from keras_distribute.values.per_replica import Mirrored
 from keras_distribute.variables.thread import thread
 
 
 def owned(value: Any) -> Any:
     """A copy of an array that the caller holds: a variable's own is given to each step,
-    which deletes it.
+    which deletes it, and it stays what it was where the caller changes a NumPy array.
     """
     if isinstance(value, keras.Variable | Mirrored):
         value = value.value
-    kept = (
-        isinstance(value, jax.Array)
-        and not isinstance(value, jax.core.Tracer)
-        and not thread.gives_away
-    )
-    return jnp.copy(value) if kept else value
+    if thread.gives_away or isinstance(value, jax.core.Tracer):
+        return value
+    return jnp.copy(value) if isinstance(value, jax.Array) else kept(value)

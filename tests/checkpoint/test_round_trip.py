@@ -187,6 +187,32 @@ def strategy_replica() -> Any:
     return keras.ops.cast(kd.get_replica_context().replica_id_in_sync_group, "float32")
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("target", [0, 2])
+def test_a_mean_of_components_does_not_overflow(target: int, tmp_path: Any) -> None:
+    arguments = {"synchronization": "on_read", "aggregation": "mean"}
+    with scope(4):
+        half = keras.Variable(np.float16(0), dtype="float16", **arguments)
+        whole = keras.Variable(0, dtype="int32", trainable=False, **arguments)
+
+    def step(part: Any) -> None:
+        half.assign(60000 + 64 * part)
+        whole.assign(2**30 + 256 * part)
+
+    strategy = strategy_of(4)
+    part = strategy.experimental_distribute_values_from_function(
+        lambda context: np.int32(context.replica_id_in_sync_group)
+    )
+    strategy.run(step, args=(part,))
+    path = Checkpoint(half=half, whole=whole).save(tmp_path / "ckpt")
+    with scope(target):
+        half_there = keras.Variable(np.float16(0), dtype="float16", **arguments)
+        whole_there = keras.Variable(0, dtype="int32", trainable=False, **arguments)
+    Checkpoint(half=half_there, whole=whole_there).restore(path)
+    assert float(half_there.numpy()) == float(half.numpy()) == 60096
+    assert int(whole_there.numpy()) == int(whole.numpy()) == 2**30 + 384
+
+
 def test_components_without_aggregation_fit_as_many_replicas_only(
     tmp_path: Any,
 ) -> None:

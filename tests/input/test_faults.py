@@ -161,6 +161,38 @@ def test_arrays_of_different_lengths_in_one_batch(ahead: int) -> None:
     assert "(8, 3), (5, 1)" in str(raised.value)
 
 
+def test_arrays_of_different_lengths_in_the_batch_of_one_replica(ahead: int) -> None:
+    def batches() -> Any:
+        yield X, Y
+        yield X, Y[:5]
+
+    options = kd.InputOptions(experimental_per_replica_buffer_size=ahead)
+    dataset = mirrored(2).distribute_datasets_from_function(
+        lambda context: batches(), options
+    )
+    with pytest.raises(
+        errors.InputError, match="The arrays of a batch have different numbers of rows"
+    ) as raised:
+        list(dataset)
+    assert "(8, 3), (5, 1)" in str(raised.value)
+
+
+def test_texts_of_torch_are_rows(ahead: int) -> None:
+    import torch.utils.data
+
+    rows = [{"x": np.float32(i), "name": f"row {i}"} for i in range(7)]
+    loader = torch.utils.data.DataLoader(rows, batch_size=4)  # type: ignore[arg-type]
+    batches = list(distributed(loader, ahead))
+    found = [
+        [(float(x), str(name)) for x, name in zip(*parts, strict=True)]
+        for batch in batches
+        for parts in zip(batch["x"].values, batch["name"].values, strict=True)
+    ]
+    assert [len(part) for part in found] == [2, 2, 2, 1]
+    rows_found = list(itertools.chain.from_iterable(found))
+    assert rows_found == [(float(i), f"row {i}") for i in range(7)]
+
+
 def test_an_empty_batch(ahead: int) -> None:
     def batches() -> Any:
         yield X, Y
