@@ -537,6 +537,7 @@ def different_programs():
     tried("eager", lambda: eager_fit(strategy))
     tried("own function", lambda: fit_by_own_function(strategy))
     errors |= different_assignments(strategy)
+    errors |= different_steps(strategy)
     tried("chief raises", lambda: kd.run_on_chief(int, "x"))
     with strategy.scope():
         wrong = keras.Variable(float(kd.process_index()), name="wrong")
@@ -637,6 +638,58 @@ def eager_fit(strategy):
         model = linear()
         model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
     model.fit(X, Y, verbose=0)
+
+
+def different_steps(strategy):
+    """What is said where the processes compute different things in one place."""
+    chief, found = kd.is_chief(), {}
+
+    def fitted(loss="mse", momentum=0.5, activation=None):
+        with strategy.scope():
+            optimizer = keras.optimizers.SGD(0.01, momentum)
+            model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+            model.add(keras.layers.Activation(activation))
+            model.compile(optimizer, loss)
+        model.fit(X, Y, batch_size=16, verbose=0)
+
+    def total(x):
+        return keras.ops.sum(x)
+
+    def printing(x):
+        if chief:
+            jax.debug.print("{}", keras.ops.max(x) + 1)
+        return keras.ops.sum(x)
+
+    def named(x):
+        keras.layers.Identity()
+        return keras.ops.sum(x)
+
+    own = np.full(3, float(chief))
+    value = strategy.experimental_distribute_values_from_function(
+        lambda context: np.full(3, float(context.replica_id_in_sync_group), "float32")
+    )
+
+    def run(function):
+        results = strategy.run(function, (value,))
+        return float(strategy.reduce("SUM", results, axis=None))
+
+    for name, action in {
+        "own loss": lambda: fitted("mse" if chief else "mae"),
+        "own momentum": lambda: fitted(momentum=0.5 + 0.1 * chief),
+        "own layer": lambda: fitted(activation="relu" if chief else "tanh"),
+        "own number": lambda: run(lambda x: x * (2.0 + chief)),
+        "own array": lambda: run(lambda x: x * own),
+        "own branch": lambda: run(total if chief else lambda x: x),
+        "own argument": lambda: strategy.run(lambda x, n: x * n, (value, 1 + chief)),
+        "own prints": lambda: run(printing),
+        "own names": lambda: run(total if chief else named),
+    }.items():
+        try:
+            action()
+            found[name] = "none"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
 
 
 def different_assignments(strategy):

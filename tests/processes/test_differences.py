@@ -95,6 +95,33 @@ def errors():
             "8 VariableScopeError: The processes have given different.*total",
         ),
         (
+            "own loss",
+            "ClusterError: The processes run different programs in fit.*0: square.*compile_loss./mse; process 1: abs.*compile_loss./mae.*same compile",
+        ),
+        (
+            "own momentum",
+            "ClusterError: .* different programs in fit.*0: .* 0.6.* float32.*; process 1: .* 0.5 float32",
+        ),
+        (
+            "own layer",
+            "ClusterError: .* different programs in fit.*0: max.*; process 1: tanh.*in jvp.activation",
+        ),
+        (
+            "own number",
+            "ClusterError: .* different programs in run.*0: mul.* 3.0 float32.*; process 1: mul.* 2.0 float32.*experimental_distribute_values_from_function",
+        ),
+        (
+            "own array",
+            "ClusterError: .* different programs in run.*0: a constant float.*; process 1: a constant",
+        ),
+        (
+            "own branch",
+            "ClusterError: .* different programs in run.*0: reduce_sum.*; process 1: results",
+        ),
+        ("own argument", "ClusterError: .* different programs in run.*0: mul"),
+        ("own prints", "none"),
+        ("own names", "none"),
+        (
             "other values",
             "VariableScopeError: The processes have given different values to 1 mirrored.*wrong",
         ),
