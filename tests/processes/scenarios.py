@@ -609,6 +609,8 @@ def different_rows(strategy):
         ),
         "arrays of another width": kd.ArrayDataset(np.zeros((8, 3 if chief else 2)), 4),
         "batches of another dtype": Rows(4, 4, dtype="int32" if chief else "float16"),
+        "another shuffle": kd.ArrayDataset(np.arange(8), 4, shuffle=chief, seed=1),
+        "another seed": kd.ArrayDataset(np.arange(8), 4, shuffle=True, seed=int(chief)),
         "another first batch": Rows(4 if chief else 2, 4),
         "another last batch": Rows(4, 4, 4 if chief else 2),
         "another batch": Rows(*[4] * 9, 4 if chief else 2, *[4] * 30),

@@ -52,6 +52,14 @@ def errors():
             "InputError: The processes share a dataset in different ways.*0: its rows of each batch; process 1: a dataset of its own.*the same auto_shard_policy",
         ),
         (
+            "another shuffle",
+            "0 InputError: .* a dataset.*0: 2 .* 8 in all, shuffled by the seed 1; process 1: .* in all, not shuffled",
+        ),
+        (
+            "another seed",
+            "0 InputError: .* a dataset.*in all, shuffled by the seed 1; process 1: .*, shuffled by the seed 0.*in the same order",
+        ),
+        (
             "another first batch",
             "0 InputError: The processes read data of .*0: a batch of 4 rows; process 1: a batch of 2",
         ),
