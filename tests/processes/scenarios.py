@@ -5,6 +5,7 @@ returns what its test compares.
 import gc
 import os
 import random
+import tempfile
 import time
 import traceback
 
@@ -542,6 +543,12 @@ def different_programs():
     with strategy.scope():
         wrong = keras.Variable(float(kd.process_index()), name="wrong")
     tried("other values", lambda: strategy.run(lambda: wrong.assign_add(1.0)))
+    with strategy.scope(), tempfile.TemporaryDirectory() as folder:
+        saved = linear()
+        if kd.is_chief():
+            tried("chief saves", lambda: saved.save(f"{folder}/alone.keras"))
+        else:
+            tried("chief saves", lambda: kd.barrier("it is saved"))
     on_chief = kd.run_on_chief(os.getpid)
     kd.barrier("same place")
     tried("other places", lambda: kd.barrier(f"place {kd.process_index()}"))
@@ -896,6 +903,8 @@ def save_under_way(folder):
 def files(folder):
     """A `fit` with callbacks that write: the files, and what was printed where."""
     strategy = kd.MultiWorkerMirroredStrategy()
+    if not kd.is_chief():
+        keras.Sequential()  # Models have other names here.
     with strategy.scope():
         model = make_model()
     own = f"{folder}/model.keras"

@@ -142,6 +142,15 @@ def test_every_process_raises_the_same(errors, what, text):
         assert re.search(text, said[what], re.DOTALL), said[what]
 
 
+def test_every_process_saves(errors):
+    chief, other = (said["chief saves"] for said in errors)
+    for said in (chief, other):
+        assert said.startswith("ClusterError: The processes do different things.")
+    assert "1 is at barrier 'it is saved', process 0 at the saving of a" in chief
+    assert "Fix: save in every process, not under `if kd.is_chief():`" in chief
+    assert "only prints and files of your own may depend on kd.is_chief()" in other
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", [None, 3])
 def test_seeds_are_agreed(seed):
