@@ -42,10 +42,12 @@ class Channel:
     Args:
         topic: What it is about; the processes compare it.
         num_processes: How many take part: all, or 1 for a process on its own.
+        fix: What a user writes where a process does not take part, in place of the
+            general advice.
     """
 
-    def __init__(self, topic: str, num_processes: int) -> None:
-        self._topic, self._num_processes = topic, num_processes
+    def __init__(self, topic: str, num_processes: int, fix: str | None = None) -> None:
+        self._topic, self._num_processes, self._fix = topic, num_processes, fix
         if num_processes > 1:
             check_together(f"The agreement on {topic!r}")
         numbers = liveness.current.channel_numbers
@@ -98,8 +100,9 @@ class Channel:
             "The processes do different things.",
             received=f"process {process} is {where}, process {jax.process_index()} at "
             f"{self._topic}.",
-            fix="run the same program on every process, also where a callback ends the "
-            "training; only files and prints may depend on kd.is_chief().",
+            fix=self._fix
+            or "run the same program on every process, also where a callback ends the "
+            "training; only prints and files of your own may depend on kd.is_chief().",
         )
 
     def _wait_for(self, turn: int, process: int) -> bytes:
@@ -151,7 +154,10 @@ class Channel:
                 "checkpoint.",
             ) from error
         if ended:
-            what, fix = f"Process {process} has ended.", f"{look} to its end."
+            what, fix = (
+                f"Process {process} has ended.",
+                self._fix or f"{look} to its end.",
+            )
             raise ClusterError(what, received=f"{waits}.", fix=fix) from error
         if waited > most:
             raise ClusterError(
@@ -166,10 +172,21 @@ def exchange(topic: str, said: Any, num_processes: int) -> list[Any]:
     return Channel(topic, num_processes).exchange(said)
 
 
-def from_chief(topic: str, function: Callable[[], _T], num_processes: int) -> _T:
+def from_chief(
+    topic: str,
+    function: Callable[[], _T],
+    num_processes: int,
+    fix: str | None = None,
+) -> _T:
     """Broadcasts the result of a function that process 0 calls, or its exception.
 
     The function begins nothing in which the others take part (`alone`).
+
+    Args:
+        topic: What it is about; the processes compare it.
+        function: What process 0 calls.
+        num_processes: How many take part.
+        fix: As of `Channel`.
     """
     if num_processes == 1:
         return function()
@@ -182,7 +199,8 @@ def from_chief(topic: str, function: Callable[[], _T], num_processes: int) -> _T
             messages.to_bytes(said, signed=liveness.current.seal.signs)
         except Exception as error:
             said = (None, error)
-    result, failure = exchange(topic, said, num_processes)[0]
+    channel = Channel(topic, num_processes, fix)
+    result, failure = channel.exchange(said)[0]
     if failure is not None:
         raise failure
     return result

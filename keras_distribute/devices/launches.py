@@ -110,12 +110,17 @@ class Executable:
         program: A function made by `jax.jit`, which returns a pair of outputs and
             state, both lists of arrays: JAX unpacks other structures in Python.
         arguments: What to compile it for: arrays, or `jax.ShapeDtypeStruct`s.
+
+    Attributes:
+        traced: The program before XLA; `None` once it is compiled, as is `lowered`.
     """
 
     def __init__(self, program: Any, *arguments: Any) -> None:
         _require_jit()
         with launches.tracing:
-            self.lowered: Any = program.lower(*arguments)
+            traced = program.trace(*arguments)
+            self.lowered: Any = traced.lower()
+        self.traced: Any = traced.jaxpr
         self.logs: Any = None
         self._compiles = threading.Lock()
         self._compiled: Any = None
@@ -126,7 +131,8 @@ class Executable:
         with self._compiles:
             if self._compiled is None:
                 self._compiled = self.lowered.compile()
-            self.lowered = None  # It is as large as the program.
+            # They are as large as the program.
+            self.lowered = self.traced = None
             return self._compiled
 
     def launch(self, landing: Landing, *arguments: Any) -> None:

@@ -5,8 +5,8 @@ has none left. A process without data goes on with batches of no rows until all 
 ended, so that all take every step.
 
 Where each keeps its rows of the same batches, they only compare how many rows these
-have, and the shapes and dtypes of a row: before the first pass, if that is known; of
-each batch, if not even their number is; else of many batches at once.
+have, how they shuffle, and the shapes and dtypes of a row: before the first pass, if
+that is known; of each batch, if not even their number is; else of many batches at once.
 """
 
 from __future__ import annotations
@@ -64,15 +64,19 @@ class AgreedLayout:
         if rows is not None:
             form = _form_of_row(self.source.example)
             known = (self.source.batch_size, rows, form)
-        own = (self._same_batches, layout.num_steps, known)
+        own = (self._same_batches, layout.num_steps, known, self.source.order)
         told = agreement.exchange(self.topic("its length"), own, num_processes)
-        self._check_shared_alike([same for same, _, _ in told])
-        counts = [count for _, count, _ in told if count is not None]
+        self._check_shared_alike([same for same, *_ in told])
+        counts = [count for _, count, *_ in told if count is not None]
         # The steps of one pass, which ends when the last process has no data left.
         self.num_steps = max(counts) if len(counts) == num_processes else None
         if self._same_batches and len(set(told)) > 1:
-            forms = {known[2] for _, _, known in told if known is not None}
-            found = [_in_words(*each, of_rows=len(forms) > 1) for _, *each in told]
+            forms = {known[2] for _, _, known, _ in told if known is not None}
+            found = [_in_words(*each, of_rows=len(forms) > 1) for _, *each, _ in told]
+            orders = [order for *_, order in told]
+            if len(set(orders)) > 1:
+                pairs = zip(found, orders, strict=True)
+                found = [f"{text}, {order}" for text, order in pairs]
             raise self.different("a dataset", found)
 
     def open(self) -> Reader:
@@ -145,7 +149,7 @@ class AgreedLayout:
             f"The processes read {what} of their own, but each is to keep its rows of "
             "the same batches.",
             received=f"{listed}.",
-            fix="read the same data in every process, or "
+            fix="read the same data in every process, in the same order, or "
             "kd.InputOptions(auto_shard_policy=kd.AutoShardPolicy.OFF) "
             "for data of its own in each.",
         )

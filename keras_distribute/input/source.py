@@ -166,6 +166,11 @@ class Source:
         return None
 
     @property
+    def order(self) -> str:
+        """How the rows are shuffled, in words; empty where the dataset does that."""
+        return ""
+
+    @property
     def example(self) -> Any:
         """A structure like a batch's, of arrays or specs with `shape` and `dtype`, with
         any number of rows.
@@ -207,7 +212,17 @@ class Shuffled(Source):
     """
 
     epoch = 0
+    shuffle: bool | str = False
+    seed: int | None = None
     counted: Callable[[], int | None]
+
+    @property
+    def order(self) -> str:
+        if not self.shuffle:
+            return "not shuffled"
+        within = " within each batch" if self.shuffle == "batch" else ""
+        by = "" if self.seed is None else f" by the seed {self.seed}"
+        return f"shuffled{within}{by}"
 
     def next_pass(self, sought: Position | None) -> tuple[int, bool]:
         """The number of the pass that begins, and whether a global stream shuffles it.

@@ -26,6 +26,7 @@ from keras_distribute import checks
 from keras_distribute._compat import jax_internals, tensorflow
 from keras_distribute._compat.variables import in_stateless_scope
 from keras_distribute.cluster import liveness
+from keras_distribute.cluster.same_programs import check_same_program
 from keras_distribute.context import AnyStrategy, Mode
 from keras_distribute.devices import replication_proof
 from keras_distribute.devices.compiler_options import joined
@@ -53,6 +54,10 @@ from keras_distribute.variables import (
 )
 
 _MANY_FUNCTIONS = 8
+_FIX = (
+    "the same function in every process; a value that differs is an argument: "
+    "strategy.experimental_distribute_values_from_function(lambda _: value)."
+)
 _OWN = object()  # A result that is the function, or the object whose method it is.
 
 
@@ -164,6 +169,8 @@ def run(
         # Its programs, which are forgotten with it, must not hold it.
         trace.leaves = [_OWN if leaf == Static(own) else leaf for leaf in trace.leaves]
         check_same_values(variables)
+        count = strategy.replica_mesh.num_processes
+        check_same_program("in run", trace.program, count, _FIX)
         check_gathered(variables, strategy.replica_mesh)
         if any(variable.trainable for variable in variables):
             strategy.placement.check_layouts([variable.path for variable in variables])

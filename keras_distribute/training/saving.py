@@ -8,6 +8,9 @@ from typing import Any
 from keras_distribute.cluster import agreement
 from keras_distribute.variables import DistributedVariable, read_before
 
+_SAVING = "the saving of a model"
+_FIX = "save in every process, not under `if kd.is_chief():`; the chief alone writes."
+
 
 def written_once(model: Any, write: Callable[[], Any]) -> Any:
     """Calls `write` in one of the processes that share the model, once all have read
@@ -30,4 +33,5 @@ def written_once(model: Any, write: Callable[[], Any]) -> Any:
     if count == 1:
         return write()
     with read_before(distributed):
-        return agreement.from_chief(f"saving {model.name}", write, count)
+        # Not by its name, which says how many models the process has made.
+        return agreement.from_chief(_SAVING, write, count, _FIX)

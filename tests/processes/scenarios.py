@@ -5,6 +5,7 @@ returns what its test compares.
 import gc
 import os
 import random
+import tempfile
 import time
 import traceback
 
@@ -537,10 +538,17 @@ def different_programs():
     tried("eager", lambda: eager_fit(strategy))
     tried("own function", lambda: fit_by_own_function(strategy))
     errors |= different_assignments(strategy)
+    errors |= different_steps(strategy)
     tried("chief raises", lambda: kd.run_on_chief(int, "x"))
     with strategy.scope():
         wrong = keras.Variable(float(kd.process_index()), name="wrong")
     tried("other values", lambda: strategy.run(lambda: wrong.assign_add(1.0)))
+    with strategy.scope(), tempfile.TemporaryDirectory() as folder:
+        saved = linear()
+        if kd.is_chief():
+            tried("chief saves", lambda: saved.save(f"{folder}/alone.keras"))
+        else:
+            tried("chief saves", lambda: kd.barrier("it is saved"))
     on_chief = kd.run_on_chief(os.getpid)
     kd.barrier("same place")
     tried("other places", lambda: kd.barrier(f"place {kd.process_index()}"))
@@ -608,6 +616,8 @@ def different_rows(strategy):
         ),
         "arrays of another width": kd.ArrayDataset(np.zeros((8, 3 if chief else 2)), 4),
         "batches of another dtype": Rows(4, 4, dtype="int32" if chief else "float16"),
+        "another shuffle": kd.ArrayDataset(np.arange(8), 4, shuffle=chief, seed=1),
+        "another seed": kd.ArrayDataset(np.arange(8), 4, shuffle=True, seed=int(chief)),
         "another first batch": Rows(4 if chief else 2, 4),
         "another last batch": Rows(4, 4, 4 if chief else 2),
         "another batch": Rows(*[4] * 9, 4 if chief else 2, *[4] * 30),
@@ -637,6 +647,58 @@ def eager_fit(strategy):
         model = linear()
         model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
     model.fit(X, Y, verbose=0)
+
+
+def different_steps(strategy):
+    """What is said where the processes compute different things in one place."""
+    chief, found = kd.is_chief(), {}
+
+    def fitted(loss="mse", momentum=0.5, activation=None):
+        with strategy.scope():
+            optimizer = keras.optimizers.SGD(0.01, momentum)
+            model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+            model.add(keras.layers.Activation(activation))
+            model.compile(optimizer, loss)
+        model.fit(X, Y, batch_size=16, verbose=0)
+
+    def total(x):
+        return keras.ops.sum(x)
+
+    def printing(x):
+        if chief:
+            jax.debug.print("{}", keras.ops.max(x) + 1)
+        return keras.ops.sum(x)
+
+    def named(x):
+        keras.layers.Identity()
+        return keras.ops.sum(x)
+
+    own = np.full(3, float(chief))
+    value = strategy.experimental_distribute_values_from_function(
+        lambda context: np.full(3, float(context.replica_id_in_sync_group), "float32")
+    )
+
+    def run(function):
+        results = strategy.run(function, (value,))
+        return float(strategy.reduce("SUM", results, axis=None))
+
+    for name, action in {
+        "own loss": lambda: fitted("mse" if chief else "mae"),
+        "own momentum": lambda: fitted(momentum=0.5 + 0.1 * chief),
+        "own layer": lambda: fitted(activation="relu" if chief else "tanh"),
+        "own number": lambda: run(lambda x: x * (2.0 + chief)),
+        "own array": lambda: run(lambda x: x * own),
+        "own branch": lambda: run(total if chief else lambda x: x),
+        "own argument": lambda: strategy.run(lambda x, n: x * n, (value, 1 + chief)),
+        "own prints": lambda: run(printing),
+        "own names": lambda: run(total if chief else named),
+    }.items():
+        try:
+            action()
+            found[name] = "none"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
 
 
 def different_assignments(strategy):
@@ -841,6 +903,8 @@ def save_under_way(folder):
 def files(folder):
     """A `fit` with callbacks that write: the files, and what was printed where."""
     strategy = kd.MultiWorkerMirroredStrategy()
+    if not kd.is_chief():
+        keras.Sequential()  # Models have other names here.
     with strategy.scope():
         model = make_model()
     own = f"{folder}/model.keras"

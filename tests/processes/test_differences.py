@@ -52,6 +52,14 @@ def errors():
             "InputError: The processes share a dataset in different ways.*0: its rows of each batch; process 1: a dataset of its own.*the same auto_shard_policy",
         ),
         (
+            "another shuffle",
+            "0 InputError: .* a dataset.*0: 2 .* 8 in all, shuffled by the seed 1; process 1: .* in all, not shuffled",
+        ),
+        (
+            "another seed",
+            "0 InputError: .* a dataset.*in all, shuffled by the seed 1; process 1: .*, shuffled by the seed 0.*in the same order",
+        ),
+        (
             "another first batch",
             "0 InputError: The processes read data of .*0: a batch of 4 rows; process 1: a batch of 2",
         ),
@@ -95,6 +103,33 @@ def errors():
             "8 VariableScopeError: The processes have given different.*total",
         ),
         (
+            "own loss",
+            "ClusterError: The processes run different programs in fit.*0: square.*compile_loss./mse; process 1: abs.*compile_loss./mae.*same compile",
+        ),
+        (
+            "own momentum",
+            "ClusterError: .* different programs in fit.*0: .* 0.6.* float32.*; process 1: .* 0.5 float32",
+        ),
+        (
+            "own layer",
+            "ClusterError: .* different programs in fit.*0: max.*; process 1: tanh.*in jvp.activation",
+        ),
+        (
+            "own number",
+            "ClusterError: .* different programs in run.*0: mul.* 3.0 float32.*; process 1: mul.* 2.0 float32.*experimental_distribute_values_from_function",
+        ),
+        (
+            "own array",
+            "ClusterError: .* different programs in run.*0: a constant float.*; process 1: a constant",
+        ),
+        (
+            "own branch",
+            "ClusterError: .* different programs in run.*0: reduce_sum.*; process 1: results",
+        ),
+        ("own argument", "ClusterError: .* different programs in run.*0: mul"),
+        ("own prints", "none"),
+        ("own names", "none"),
+        (
             "other values",
             "VariableScopeError: The processes have given different values to 1 mirrored.*wrong",
         ),
@@ -105,6 +140,15 @@ def test_every_process_raises_the_same(errors, what, text):
 
     for said in errors:
         assert re.search(text, said[what], re.DOTALL), said[what]
+
+
+def test_every_process_saves(errors):
+    chief, other = (said["chief saves"] for said in errors)
+    for said in (chief, other):
+        assert said.startswith("ClusterError: The processes do different things.")
+    assert "1 is at barrier 'it is saved', process 0 at the saving of a" in chief
+    assert "Fix: save in every process, not under `if kd.is_chief():`" in chief
+    assert "only prints and files of your own may depend on kd.is_chief()" in other
 
 
 @pytest.mark.sampled(2)

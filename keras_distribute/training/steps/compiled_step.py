@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import jax
 
 from keras_distribute.cluster import liveness
+from keras_distribute.cluster.same_programs import check_same_program
 from keras_distribute.devices import timing
 from keras_distribute.devices.launches import Executable, launches
 from keras_distribute.errors import ValueStructureError
@@ -25,6 +26,10 @@ from keras_distribute.training.steps.step_programs import (
 )
 
 _PLACE = "in fit, evaluate or predict"
+_FIX = (
+    "the same model and the same compile(...) in every process, with no number or "
+    "Python `if` of one process in a layer, a loss or a step."
+)
 
 
 class CompiledStep:
@@ -144,6 +149,8 @@ class CompiledStep:
         self, holder: StepState | ArrayState, program: Executable, data: Any
     ) -> Any:
         """The logs of a step; its state lands with the holder."""
+        if program.traced is not None:
+            check_same_program(_PLACE, program.traced, self._mesh.num_processes, _FIX)
         program.compile()  # Before `lock` is taken: others may run steps meanwhile.
         with timing.of("dispatch"), launches.lock:
             state = holder.take()
