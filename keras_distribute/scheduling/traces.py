@@ -114,6 +114,11 @@ class Updated:
             raise AttributeError(name)
         raise _later(self.variable)
 
+    @property
+    def __jax_array__(self) -> Any:
+        # An error where JAX looks, as `jax.grad` does, rather than JAX's own.
+        raise _later(self.variable)
+
 
 def _check_gradients(
     optimizer: Any, grads: Sequence[Any], weights: Sequence[Any]
@@ -138,7 +143,7 @@ def _refused(value: Updated, *others: Any) -> Any:
     raise _later(value.variable)
 
 
-_ONE = "jax_array array float int bool len iter getitem neg abs lt le gt ge eq ne"
+_ONE = "array float int bool len iter getitem neg abs lt le gt ge eq ne"
 _TWO = "add sub mul truediv floordiv mod pow matmul"
 for _name in (*_ONE.split(), *_TWO.split(), *(f"r{name}" for name in _TWO.split())):
     setattr(Updated, f"__{_name}__", _refused)

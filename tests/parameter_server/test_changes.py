@@ -113,7 +113,15 @@ class Counting(Target):
         return {"loss": loss, "steps": slots[0] + 0}, others
 
 
-@pytest.mark.parametrize("kind", [Target, Counting])
+class Twice(Target):
+    """Takes gradients at its new weights, too."""
+
+    def followed(self, loss: Any, weights: Any, others: Any, slots: Any) -> Any:
+        grads = jax.grad(lambda weights: ops.sum(weights[0] ** 2))(weights)
+        return {"loss": loss, "norm": ops.sum(grads[0] ** 2)}, others
+
+
+@pytest.mark.parametrize("kind", [Target, Counting, Twice])
 def test_a_step_that_looks_at_what_servers_make_later(make, kind):
     def train(strategy: Any) -> keras.Model:
         with strategy.scope():
