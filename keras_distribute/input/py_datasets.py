@@ -43,7 +43,7 @@ class PyDatasetSource(Shuffled):
         self,
         dataset: Any,
         class_weight: Any = None,
-        shuffle: bool = False,
+        shuffle: bool | str = False,
         hooks: bool = True,
         counted: Callable[[], int | None] = uncounted,
     ) -> None:
