@@ -279,10 +279,12 @@ def expected_after_run(kind, aggregation, operation, start, numbers):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "aggregation", "operation"),
-    itertools.product(
-        ["on_write", "on_read"],
-        ["sum", "mean", "only_first_replica"],
-        ["assign", "assign_add", "assign_sub"],
+    list(
+        itertools.product(
+            ["on_write", "on_read"],
+            ["sum", "mean", "only_first_replica"],
+            ["assign", "assign_add", "assign_sub"],
+        )
     ),
 )
 def test_assigned_in_a_replica(strategy, kind, aggregation, operation):
