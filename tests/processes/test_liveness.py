@@ -427,10 +427,14 @@ def stopping_early():
     """As with a callback that ends the training of one process in an epoch."""
     agreement._APART_SECONDS = 2.0
     strategy = kd.MultiWorkerMirroredStrategy()
+
+    def step():
+        return kd.get_replica_context().all_reduce("SUM", 1.0)
+
     for _ in range(2):
-        strategy.run(lambda: kd.get_replica_context().all_reduce("SUM", 1.0))
-    if jax.process_index() == 0:
-        total = strategy.run(lambda: kd.get_replica_context().all_reduce("SUM", 2.0))
+        strategy.run(step)
+    if jax.process_index() == 0:  # A program that is compared already.
+        total = strategy.run(step)
         jax.block_until_ready(total.values)
     kd.barrier("the end of the epoch")
 
