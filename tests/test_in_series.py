@@ -645,24 +645,38 @@ def test_new_weights_take_the_place_of_old_ones(devices):
     assert compiled.memory_analysis().temp_size_in_bytes < own + 4 * flat
 
 
+def optimized_sum(devices, function, *arrays):
+    """The sum over the replicas of what a function makes of their rows."""
+    mesh, rows = in_series(devices).replica_mesh, PartitionSpec(AXIS)
+    program = over_replicas(
+        mesh,
+        lambda *own: lax.psum(function(*own), AXIS),
+        (rows,) * len(arrays),
+        PartitionSpec(),
+    )
+    options = mesh.series.compiler_options | OPTIMIZED
+    return jax.jit(program, compiler_options=options)(*arrays)[0]
+
+
+def sum_of_pairs(rows):
+    """The sum that NumPy makes of pairs, of pairs of them, and so on."""
+    rows = list(rows)
+    while len(rows) > 1:
+        rows = [a + b for a, b in zip(rows[::2], rows[1::2], strict=True)]
+    return rows[0]
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("scale", [1e-7, 1e-5, 6e-5, 1, 3e4])
 def test_sums_of_16_bits_are_rounded_as_such(dtype, scale):
     """Also to the small numbers of float16 in which the bits of exponents end."""
     drawn = scale * np.random.RandomState(2).randn(8, 500)
     values = np.asarray(drawn.astype(jnp.dtype(dtype)))
-    expected = list(values)
     with np.errstate(over="ignore"):
-        while len(expected) > 1:
-            pairs = zip(expected[::2], expected[1::2], strict=True)
-            expected = [a + b for a, b in pairs]
+        expected = sum_of_pairs(values)
     for devices in (1, 4, 8):
-        mesh = in_series(devices).replica_mesh
-        rows, whole = PartitionSpec(AXIS), PartitionSpec()
-        program = over_replicas(mesh, lambda x: lax.psum(x, AXIS), (rows,), whole)
-        options = mesh.series.compiler_options | OPTIMIZED
-        sums = jax.jit(program, compiler_options=options)(values)[0]
-        np.testing.assert_array_equal(sums, expected[0])
+        sums = optimized_sum(devices, lambda x: x, values)
+        np.testing.assert_array_equal(sums, expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
@@ -671,21 +685,11 @@ def test_products_are_rounded_before_they_are_added(dtype):
     drawn = np.random.RandomState(1).randn(2, 8, 500)
     x, y = jnp.asarray(drawn + drawn[::-1] * 1j if dtype == "complex64" else drawn)
     x, y = x.astype(dtype), y.astype(dtype)
-    found = []
-    for devices in (1, 2, 8):
-        mesh = in_series(devices).replica_mesh
-        rows, whole = PartitionSpec(AXIS), PartitionSpec()
-        program = over_replicas(
-            mesh, lambda x, y: lax.psum(x * y, AXIS), (rows, rows), whole
-        )
-        options = mesh.series.compiler_options | OPTIMIZED
-        found.append(jax.jit(program, compiler_options=options)(x, y)[0])
-    products = list(np.asarray(x) * np.asarray(y))
-    while len(products) > 1:  # How a complex one is rounded is XLA's own.
-        pairs = zip(products[::2], products[1::2], strict=True)
-        products = [a + b for a, b in pairs]
-    exact = dtype != "complex64"
-    np.testing.assert_allclose(found[0], products[0], *((0, 0) if exact else (1e-5,)))
+    found = [optimized_sum(devices, jnp.multiply, x, y) for devices in (1, 2, 8)]
+    expected = sum_of_pairs(np.asarray(x) * np.asarray(y))
+    # How a complex product is rounded is XLA's own.
+    rtol = 1e-5 if dtype == "complex64" else 0
+    np.testing.assert_allclose(found[0], expected, rtol)
     for sums in found[1:]:
         np.testing.assert_array_equal(sums, found[0])
 

@@ -22,7 +22,6 @@ from keras_distribute.devices.series import Series, Value
 
 # Up to so many bytes, all devices get what all have; of more, each adds up a part.
 _SMALL = 16384
-_BITS_OF_16 = {"bfloat16": (8, 7), "float16": (5, 10)}
 
 _OfTwo = Callable[[Any, Any], Any]
 
@@ -39,21 +38,19 @@ def _added(a: Any, b: Any) -> Any:
     """A sum, rounded: XLA keeps more bits of a chain of sums in 16 bits, which must
     not depend on where the chain is cut.
     """
-    bits = _BITS_OF_16.get(a.dtype.name)
-    if bits is None:
+    if a.dtype not in (jnp.bfloat16, jnp.float16):
         return a + b
     wide = a.astype("float32") + b.astype("float32")
-    return _of_fewer_bits(wide, a.dtype, *bits).astype(a.dtype)
+    return _of_16_bits(wide, jnp.finfo(a.dtype)).astype(a.dtype)
 
 
-def _of_fewer_bits(wide: Any, dtype: Any, exponent: int, mantissa: int) -> Any:
+def _of_16_bits(wide: Any, info: Any) -> Any:
     """Numbers of 32 bits, rounded to what 16 hold. XLA by itself makes zeros of those
     below 6e-5 in float16, as many gradients are.
     """
-    rounded = lax.reduce_precision(wide, exponent, mantissa)
-    if exponent == 8:  # As in 32 bits.
+    rounded = lax.reduce_precision(wide, info.nexp, info.nmant)
+    if info.nexp == 8:  # As in 32 bits.
         return rounded
-    info = jnp.finfo(dtype)
     least = info.smallest_subnormal.astype(wide.dtype)
     steps = lax.round(wide / least, lax.RoundingMethod.TO_NEAREST_EVEN)
     is_small = jnp.abs(wide) < info.smallest_normal.astype(wide.dtype)
