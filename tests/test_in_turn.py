@@ -1,4 +1,4 @@
-"""Collectives of CPUs, where a loop or a condition before them holds others."""
+"""Collectives of CPUs, where a loop or a condition before or after them holds others."""
 
 import jax
 import jax.extend.core
@@ -13,6 +13,16 @@ from keras_distribute.devices.axes import REPLICA_AXIS as AXIS
 from keras_distribute.devices.collectives import COLLECTIVES
 from keras_distribute.devices.over_replicas import over_replicas
 from tests.support import mirrored
+
+
+def operations_of(fn, deterministic):
+    """Each operation of a device's program, and the variables that it takes."""
+    mesh = mirrored(4, deterministic=deterministic).replica_mesh
+    program = over_replicas(mesh, fn, (PartitionSpec(AXIS),), PartitionSpec())
+    traced = jax.make_jaxpr(program)(np.ones((24, 3), "float32"))
+    (mapped,) = [eqn for eqn in traced.eqns if eqn.primitive.name == "shard_map"]
+    for eqn in mapped.params["jaxpr"].eqns:
+        yield eqn, [v for v in eqn.invars if isinstance(v, jax.extend.core.Var)]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -36,13 +46,8 @@ def test_collectives_after_a_loop_with_some_take_of_its_results(name, determinis
             value = lax.all_gather(jnp.sin(value), AXIS)[3] + x
         return total, lax.psum(value, AXIS)
 
-    mesh = mirrored(4, deterministic=deterministic).replica_mesh
-    program = over_replicas(mesh, fn, (PartitionSpec(AXIS),), PartitionSpec())
-    traced = jax.make_jaxpr(program)(np.ones((24, 3), "float32"))
-    (mapped,) = [eqn for eqn in traced.eqns if eqn.primitive.name == "shard_map"]
     reached, later = set(), 0
-    for eqn in mapped.params["jaxpr"].eqns:
-        variables = [v for v in eqn.invars if isinstance(v, jax.extend.core.Var)]
+    for eqn, variables in operations_of(fn, deterministic):
         held = eqn.primitive.name == name and replication_proof.communicates(eqn)
         if held or not reached.isdisjoint(variables):
             reached.update(eqn.outvars)
@@ -50,3 +55,42 @@ def test_collectives_after_a_loop_with_some_take_of_its_results(name, determinis
             assert not reached.isdisjoint(variables), eqn
             later += 1
     assert later
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["while", "cond", "scan"])
+def test_a_loop_with_some_takes_of_the_results_of_collectives_before_it(
+    name, deterministic
+):
+    """XLA on CPUs would choose to begin it before them, and they would meet those of
+    it: sums over the replicas had other replicas' values in them.
+    """
+
+    def fn(x):
+        first = lax.psum(x, AXIS)
+        before = lax.all_gather(x[:, :2], AXIS)  # The loop needs none of it.
+
+        def body(total):
+            return lax.psum(jnp.sin(total + x), AXIS)
+
+        if name == "while":
+            total = lax.while_loop(lambda t: jnp.sum(t) < 9.0, body, first)
+        elif name == "cond":
+            total = lax.cond(jnp.sum(first) > 9.0, body, jnp.sin, first)
+        else:
+            total, _ = lax.scan(lambda t, _: (body(t), None), first, length=3)
+        return total, before
+
+    reached, held = set(), 0
+    for eqn, variables in operations_of(fn, deterministic):
+        if eqn.primitive.name == name and replication_proof.communicates(eqn):
+            # What a condition chooses by is enough.
+            taken = variables[:1] if name == "cond" else variables
+            assert not reached.isdisjoint(taken), eqn
+            held += 1
+            continue
+        communicated = [v.aval.shape[-1:] for v in variables] == [(2,)]
+        communicated &= eqn.primitive.name in COLLECTIVES
+        if communicated or not reached.isdisjoint(variables):
+            reached.update(eqn.outvars)
+    assert held

@@ -1,9 +1,12 @@
-"""Collectives of CPUs after a loop or a condition that holds some. Knows no Keras.
+"""Collectives of CPUs before and after a loop or a condition that holds some. Knows no
+Keras.
 
 XLA on CPUs begins a collective when what holds others before it has begun, and not when
 that has ended; those of one device then meet the others of another device (JAX 0.10.2:
-"Check failed: id < num_threads", or they wait for ever). So whatever communicates later
-takes something of the results of the loop, or of the condition.
+"Check failed: id < num_threads", they wait for ever, or exchange the wrong arrays). It
+chooses the order of what needs nothing of each other, another one than the program's.
+So whatever communicates later takes something of the results of the loop, or of the
+condition, and that something of the results of what communicated before it.
 """
 
 from __future__ import annotations
@@ -52,6 +55,7 @@ class _Turns:
     def __init__(self, inputs: Sequence[Any]) -> None:
         self._zero = unknown.zero(inputs)
         self._follows = False  # Whether the zero comes after a loop or a condition.
+        self._before: list[Any] = []  # What collectives gave since then.
 
     def evaluated(self, program: core.ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
         """The program's outputs."""
@@ -63,13 +67,25 @@ class _Turns:
         inner = jaxprs.called(eqn)
         if inner is not None and jaxprs.has(inner, _holds_collectives):
             return self.evaluated(inner, given)
+        holds = _holds_collectives(eqn)
+        if holds and self._before:
+            self._go_on_after(self._before)
         if self._follows:
-            given = list(map(self._after, given, [v.aval.dtype for v in eqn.invars]))
+            # Of a condition, what it chooses by: the rest is not copied.
+            waiting = 1 if eqn.primitive.name == "cond" else len(given)
+            dtypes = [var.aval.dtype for var in eqn.invars[:waiting]]
+            given = [*map(self._after, given, dtypes), *given[waiting:]]
         results = jaxprs.bound(jaxprs.with_programs(eqn, _written), given)
-        if _holds_collectives(eqn):
-            self._zero = unknown.zero_after(results, self._zero)
-            self._follows = True
+        if holds:
+            self._go_on_after(results)
+        else:
+            self._before += results
         return results
+
+    def _go_on_after(self, results: Sequence[Any]) -> None:
+        """Lets what communicates from now on wait for these."""
+        self._zero = unknown.zero_after(results, self._zero)
+        self._follows, self._before = True, []
 
     def _after(self, array: Any, dtype: Any) -> Any:
         """An array that is not known before the zero is."""
