@@ -34,7 +34,7 @@ def _tree(of_two: _OfTwo, stacked: Any) -> Any:
     return rows[0]
 
 
-def _added(a: Any, b: Any) -> Any:
+def added(a: Any, b: Any) -> Any:
     """A sum, rounded: XLA keeps more bits of a chain of sums in 16 bits, which must
     not depend on where the chain is cut.
     """
@@ -83,10 +83,15 @@ def _of_devices(of_two: _OfTwo, series: Series, total: Any) -> Any:
     return whole[: total.size].reshape(total.shape)
 
 
+def total_of_devices(series: Series, total: Any) -> Any:
+    """The sum over the replicas, from what those of each device add up to."""
+    return _of_devices(added, series, total)
+
+
 def summed(series: Series, values: Sequence[Value]) -> list[Value]:
     """The sums over the replicas; over several devices, all of a dtype at once."""
     totals = [
-        _times_replicas(series, value) if value.is_equal else _tree(_added, value.array)
+        _times_replicas(series, value) if value.is_equal else _tree(added, value.array)
         for value in values
     ]
     of_dtypes: dict[Any, list[int]] = {}
@@ -96,7 +101,7 @@ def summed(series: Series, values: Sequence[Value]) -> list[Value]:
     for places in of_dtypes.values():
         if series.num_devices > 1:
             together = jnp.concatenate([totals[i].ravel() for i in places])
-            together, begin = _of_devices(_added, series, together), 0
+            together, begin = total_of_devices(series, together), 0
             for i in places:
                 end = begin + totals[i].size
                 totals[i] = together[begin:end].reshape(totals[i].shape)

@@ -4,10 +4,11 @@ other. Knows no Keras.
 The traced program of one replica is cut where the replicas communicate. What is the
 same on every replica is computed once on each device; everything else between two
 communications is the body of a loop over the device's replicas, whose values that are
-needed later are stacked. So a replica's part is compiled as one computation of its own
-shapes, with nothing around it that depends on the number of devices, and sums over the
-replicas follow one binary tree (`collectives.py`): the results have the same bits on
-any number of devices.
+needed later are stacked, or added up. So a replica's part is compiled as one
+computation of its own shapes, with nothing around it that depends on the number of
+devices, and sums over the replicas follow one binary tree, on each device (`_in_pairs`)
+and over them (`collectives.py`): the results have the same bits on any number of
+devices.
 
 What is computed once is a loop of one turn: XLA compiles each body of a loop by itself.
 It must not know the length of a loop, or it would take apart one of a single turn, and
@@ -18,7 +19,7 @@ old ones on the way through it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +28,11 @@ from jax import lax
 from jax.extend import core
 
 from keras_distribute.devices import own_index, unknown
-from keras_distribute.devices.collectives import summed
+from keras_distribute.devices.collectives import (
+    added,
+    summed,
+    total_of_devices,
+)
 from keras_distribute.devices.communication import Communication
 from keras_distribute.devices.flat_arrays import (
     Form,
@@ -65,21 +70,6 @@ def run(
     return [part.value(number) for number in levels.outputs]
 
 
-@dataclasses.dataclass
-class _Joint:
-    """What each of the device's replicas adds to sums, of one dtype: a row of values,
-    one after the other.
-
-    Args:
-        size: Of a row, which any number of devices may divide among them.
-    """
-
-    numbers: list[int]
-    dtype: Any
-    size: int
-    rows: Any = None
-
-
 class _Part:
     """What of a program one device does, and the values that it knows."""
 
@@ -91,7 +81,7 @@ class _Part:
         for number, array in levels.arrays.items():
             self._known[number] = Value(unknown.array(array, zero), True)
         self._stacks: dict[int, Any] = {}
-        self._joints: list[_Joint] = []
+        self._totals: dict[int, Any] = {}  # Of the device's replicas, for sums.
 
     def compute_equal(self, level: int) -> None:
         """Does what is the same on every replica, once."""
@@ -121,25 +111,22 @@ class _Part:
 
     def loop(self, level: int) -> None:
         """Does what is each replica's own, one replica after the other."""
-        operations, leaving = self._levels.at("each", level)
+        operations, _ = self._levels.at("each", level)
         if not operations:
             return
         taken = self._levels.taken(operations)
+        stacked, added_up = self._levels.kept(level), self._levels.summed(level)
         first, each = self._series.first, self._series.each
         given = [self._known[number] for number in taken]
-        stacks = [
+        entered = [
             entering(value.array) if value.is_equal else self._stack(number)
             for number, value in zip(taken, given, strict=True)
         ]
-        self._join(level)
-        joined = {number for joint in self._joints for number in joint.numbers}
-        leaving = [number for number in leaving if number not in joined]
-        rows = [*([n] for n in leaving), *(joint.numbers for joint in self._joints)]
         forms: dict[int, Form] = {}
 
-        def turn(j: Any, results: list[Any]) -> list[Any]:
+        def turn(j: Any, stacks: list[Any]) -> tuple[list[Any], list[Any]]:
             own: dict[int, Any] = {}
-            for number, value, flat in zip(taken, given, stacks, strict=True):
+            for number, value, flat in zip(taken, given, entered, strict=True):
                 form = form_of(value.array)
                 if not value.is_equal:
                     form = dataclasses.replace(form, shape=form.shape[1:])
@@ -147,22 +134,24 @@ class _Part:
                     flat = lax.dynamic_slice(flat, (j * size,), (size,))
                 own[number] = formed(flat, form)
             self._compute(operations, own, first + j)
-            forms.update((number, form_of(own[number])) for number in leaving)
-            return [
-                _with_row(stack, j * ((stack.size - 1) // each), [own[n] for n in row])
-                for stack, row in zip(results, rows, strict=True)
+            forms.update((number, form_of(own[number])) for number in stacked)
+            rows = [flattened(own[number]) for number in stacked]
+            stacks = [
+                lax.dynamic_update_slice(stack, row, (j * row.size,))
+                for stack, row in zip(stacks, rows, strict=True)
             ]
+            summands = (flattened(own[number]) for number in added_up)
+            return stacks, [unknown.rounded(flat, self._zero) for flat in summands]
 
-        none = [of_several(jnp.tile(z, each)) for z in self._zeros(leaving)]
-        none += [jnp.zeros(each * j.size + 1, j.dtype) for j in self._joints]
-        results = iter(lax.fori_loop(0, each + self._zero, turn, none))
-        for number, flat in zip(leaving, results, strict=False):
+        none = [of_several(jnp.tile(z, each)) for z in self._zeros(stacked)]
+        avals = [self._levels.avals[number] for number in added_up]
+        stacks, totals = _in_pairs(turn, each, self._zero, none, avals)
+        for number, flat in zip(stacked, stacks, strict=True):
             form = forms[number]
             form = dataclasses.replace(form, shape=(each, *form.shape))
             self._stacks[number] = flat
             self._known[number] = Value(formed(flat[:-1], form), False)
-        for joint, flat in zip(self._joints, results, strict=True):
-            joint.rows = flat[:-1].reshape(each, joint.size)
+        self._totals = dict(zip(added_up, totals, strict=True))
 
     def communicate(self, level: int) -> None:
         """Does what the replicas do together, and what holds it."""
@@ -182,33 +171,41 @@ class _Part:
             self._known[number] = Value(self._read(number, own), True)
         return self._known[number]
 
-    def _join(self, level: int) -> None:
-        """Lets what replicas make for sums alone lie in one array of each dtype."""
-        self._joints, count = [], self._series.num_replicas
-        for dtype, numbers in self._levels.for_sums_alone(level).items():
-            size = sum(self._levels.avals[number].size for number in numbers)
-            self._joints.append(_Joint(numbers, dtype, -(-size // count) * count))
-
     def _sum(self, operations: Sequence[Operation]) -> None:
         """Adds up over the replicas, all of a dtype at once."""
-        levels, totals = self._levels, dict[int, list[int]]()
+        levels, sums = self._levels, dict[int, list[int]]()
         for op in operations:
             for number, total in zip(op.inputs, op.outputs, strict=True):
-                totals.setdefault(number, []).append(total)
-        joints, self._joints = self._joints, []
-        joined = {number for joint in joints for number in joint.numbers}
-        alone = [number for number in totals if number not in joined]
-        values = [Value(joint.rows, False) for joint in joints]
-        sums = iter(summed(self._series, [*values, *map(self.value, alone)]))
-        for joint, value in zip(joints, sums, strict=False):
-            whole, begin = levels.number(value.array), 0
-            self._known[whole] = value
-            for number in joint.numbers:
+                sums.setdefault(number, []).append(total)
+        totals, self._totals = self._totals, {}
+        of_dtypes: dict[Any, list[int]] = {}
+        for number, total in totals.items():
+            of_dtypes.setdefault(total.dtype, []).append(number)
+        for numbers in of_dtypes.values():
+            joint = self._joint([totals[number] for number in numbers])
+            whole, begin = levels.number(joint), 0
+            self._known[whole] = Value(total_of_devices(self._series, joint), True)
+            for number in numbers:
                 part = levels.part(whole, begin, number)
-                levels.light.update(dict.fromkeys(totals[number], part))
-                begin += levels.avals[number].size
-        for number, value in zip(alone, sums, strict=True):
-            self._known.update(dict.fromkeys(totals[number], value))
+                levels.light.update(dict.fromkeys(sums[number], part))
+                begin += totals[number].size
+        others = [number for number in sums if number not in totals]
+        values = summed(self._series, [self.value(number) for number in others])
+        for number, value in zip(others, values, strict=True):
+            self._known.update(dict.fromkeys(sums[number], value))
+
+    def _joint(self, totals: Sequence[Any]) -> Any:
+        """Flat arrays, one after the other in one that any number of devices may divide
+        among them. XLA fuses a concatenation with what is around, and is then twenty
+        times slower on CPUs.
+        """
+        count, begin = self._series.num_replicas, 0
+        size = -(-sum(total.size for total in totals) // count) * count
+        joint = jnp.zeros(size, totals[0].dtype)
+        for total in totals:
+            joint = lax.dynamic_update_slice(joint, total, (begin,))
+            begin += total.size
+        return joint
 
     def _stack(self, number: int) -> Any:
         """The values of the device's replicas as a loop takes them."""
@@ -245,9 +242,42 @@ class _Part:
         return own[number]
 
 
-def _with_row(stack: Any, begin: Any, arrays: Iterable[Any]) -> Any:
-    """A flat array with others put into it, one after the other."""
-    for flat in map(flattened, arrays):
-        stack = lax.dynamic_update_slice(stack, flat, (begin,))
-        begin += flat.size
-    return stack
+def _nothing(aval: Any) -> Any:
+    """What something may be added to without a change. Only zero with a sign keeps the
+    signs of other zeros.
+    """
+    return jnp.full(aval.size, -0.0, aval.dtype)
+
+
+def _in_pairs(
+    turn: Callable[[Any, list[Any]], tuple[list[Any], list[Any]]],
+    count: int,
+    zero: Any,
+    stacks: list[Any],
+    summands: Sequence[Any],
+    begin: Any = 0,
+) -> tuple[list[Any], list[Any]]:
+    """The turns of `count` replicas, and the sums of what they return along one binary
+    tree: those of two, of two such pairs, and so on. Only one turn is compiled, and of
+    each round of the tree one sum is in memory.
+
+    Args:
+        turn: From the number of a replica of the device, and what replicas before it
+            made, to that with what it makes, and what it adds to the sums.
+        count: A power of two.
+        summands: Shapes and dtypes of what is added up, flat.
+        begin: The number of the first replica.
+    """
+
+    def one(j: Any, carry: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+        stacks, sums = carry
+        if count <= 2:
+            stacks, own = turn(begin + j, stacks)
+        else:
+            half = count // 2
+            first = begin + j * half
+            stacks, own = _in_pairs(turn, half, zero, stacks, summands, first)
+        return stacks, list(map(added, sums, own))
+
+    nothing = [_nothing(aval) for aval in summands]
+    return lax.fori_loop(0, min(count, 2) + zero, one, (stacks, nothing))

@@ -121,16 +121,16 @@ class Levels:
                 found.append(number)
         return found
 
-    def for_sums_alone(self, level: int) -> dict[Any, list[int]]:
-        """By dtype, what replicas make at a level that nothing but sums over them
-        needs, in the order in which it is made.
-        """
+    def summed(self, level: int) -> list[int]:
+        """What replicas make at a level and sums over them take there."""
+        made = self.at("each", level)[1]
+        return [number for number in made if ("sum", level) in self._readers[number]]
+
+    def kept(self, level: int) -> list[int]:
+        """What replicas make at a level and something else than such sums needs."""
         here = {("each", level), ("sum", level)}
-        of_dtypes: dict[Any, list[int]] = {}
-        for number in self.at("each", level)[1]:
-            if self._readers[number] <= here:
-                of_dtypes.setdefault(self.avals[number].dtype, []).append(number)
-        return of_dtypes
+        made = self.at("each", level)[1]
+        return [number for number in made if not self._readers[number] <= here]
 
     def part(self, whole: int, begin: int, number: int) -> Light:
         """A value of the form of another, as a part of a flat array."""

@@ -46,3 +46,19 @@ def array(constant: Any, unknown_zero: Any) -> Any:
     known = jnp.asarray(constant)
     both = jnp.stack([known, jnp.zeros_like(known)])
     return lax.dynamic_index_in_dim(both, unknown_zero, 0, keepdims=False)
+
+
+def rounded(array: Any, unknown_zero: Any) -> Any:
+    """An array of which the compiler does not know how it was made, without a copy.
+
+    Else LLVM adds a product to something before the product is rounded, and XLA what is
+    of 16 bits before that is.
+    """
+    if jnp.iscomplexobj(array):
+        parts = lax.real(array), lax.imag(array)
+        return lax.complex(*(rounded(part, unknown_zero) for part in parts))
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return array
+    bits = lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}")
+    bits ^= unknown_zero.astype(bits.dtype)
+    return lax.bitcast_convert_type(bits, array.dtype)
