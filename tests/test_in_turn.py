@@ -15,6 +15,15 @@ from keras_distribute.devices.over_replicas import over_replicas
 from tests.support import mirrored
 
 
+def held_by(name, body, first):
+    """What a loop makes of a first value by its body, or a condition that chooses it."""
+    if name == "while":
+        return lax.while_loop(lambda t: jnp.sum(t) < 9.0, body, first)
+    if name == "cond":
+        return lax.cond(jnp.sum(first) > 9.0, body, jnp.sin, first)
+    return lax.scan(lambda t, _: (body(t), None), first, length=3)[0]
+
+
 def operations_of(fn, deterministic):
     """Each operation of a device's program, and the variables that it takes."""
     mesh = mirrored(4, deterministic=deterministic).replica_mesh
@@ -34,13 +43,7 @@ def test_collectives_after_a_loop_with_some_take_of_its_results(name, determinis
         def body(total):
             return jnp.cos(lax.psum(jnp.sin(total + x), AXIS))
 
-        first = lax.psum(x, AXIS)
-        if name == "while":
-            total = lax.while_loop(lambda t: jnp.sum(t) < 9.0, body, first)
-        elif name == "cond":
-            total = lax.cond(jnp.sum(first) > 9.0, body, jnp.sin, first)
-        else:
-            total, _ = lax.scan(lambda t, _: (body(t), None), first, length=3)
+        total = held_by(name, body, lax.psum(x, AXIS))
         value = x
         for _ in range(4):  # These need none of it.
             value = lax.all_gather(jnp.sin(value), AXIS)[3] + x
@@ -73,13 +76,7 @@ def test_a_loop_with_some_takes_of_the_results_of_collectives_before_it(
         def body(total):
             return lax.psum(jnp.sin(total + x), AXIS)
 
-        if name == "while":
-            total = lax.while_loop(lambda t: jnp.sum(t) < 9.0, body, first)
-        elif name == "cond":
-            total = lax.cond(jnp.sum(first) > 9.0, body, jnp.sin, first)
-        else:
-            total, _ = lax.scan(lambda t, _: (body(t), None), first, length=3)
-        return total, before
+        return held_by(name, body, first), before
 
     reached, held = set(), 0
     for eqn, variables in operations_of(fn, deterministic):

@@ -28,11 +28,7 @@ from jax import lax
 from jax.extend import core
 
 from keras_distribute.devices import own_index, unknown
-from keras_distribute.devices.collectives import (
-    added,
-    summed,
-    total_of_devices,
-)
+from keras_distribute.devices.collectives import added, summed, total_of_devices
 from keras_distribute.devices.communication import Communication
 from keras_distribute.devices.flat_arrays import (
     Form,
