@@ -161,11 +161,11 @@ def targets(
     """What was to be reached, of the contenders that were measured."""
     for ours, other, limit in comparison.limits:
         if {ours, other} <= found.keys():
-            ratio = found[ours].median / found[other].median
+            ratio = found[ours].over(found[other])
             yield report.Target(f"{TITLES[ours]} / {TITLES[other]}", ratio, limit)
     if comparison.scaling and {"tf_mirrored", "tf_one", "plain"} <= found.keys():
-        theirs = found["tf_mirrored"].median / found["tf_one"].median
-        ratio = found["ours"].median / found["plain"].median
+        theirs = found["tf_mirrored"].over(found["tf_one"])
+        ratio = found["ours"].over(found["plain"])
         title = f"{TITLES['ours']} / {TITLES['plain']}, beside TensorFlow's ratio"
         yield report.Target(title, ratio, theirs)
     if comparison.kind == "fit" and {"ours", "by_hand"} <= found.keys():

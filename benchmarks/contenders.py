@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import math
 import os
+import random
 import resource
 import statistics
 import subprocess
@@ -464,6 +465,11 @@ class Measured(NamedTuple):
     def median(self) -> float:
         return statistics.median(self.all_ms)
 
+    def over(self, other: Measured) -> float:
+        """How many times as long it takes as another one, in the median round."""
+        pairs = zip(self.all_ms, other.all_ms, strict=True)
+        return statistics.median(own / theirs for own, theirs in pairs)
+
 
 def measure(tasks: Sequence[Task], rounds: int) -> dict[str, Measured]:
     """All contenders of one comparison, in turn, by name."""
@@ -476,9 +482,11 @@ def measure(tasks: Sequence[Task], rounds: int) -> dict[str, Measured]:
         for contender in contenders.values():
             contender.round()
         times: dict[str, list[float]] = {name: [] for name in contenders}
-        for _ in range(rounds):
-            for name, contender in contenders.items():
-                times[name].append(contender.round())
+        for number in range(rounds):
+            # In another order each time: none always follows the same one.
+            order = random.Random(number).sample(list(contenders), len(contenders))
+            for name in order:
+                times[name].append(contenders[name].round())
         _check_losses({name: each.losses for name, each in contenders.items()})
         found = {}
         for name, own in contenders.items():

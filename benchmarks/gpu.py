@@ -59,12 +59,12 @@ def gpus() -> list[str]:
 def described(name: str, found: dict[str, Measured], devices: int) -> str:
     """A table of one workload."""
     workload = WORKLOADS[name]
-    base = found["plain"].median
+    base = found["plain"]
     rows = [
         [
             TITLES[contender],
             f"{each.median:.2f} ({min(each.all_ms):.2f}–{max(each.all_ms):.2f})",
-            f"{each.median / base:.2f} ×",
+            f"{each.over(base):.2f} ×",
             f"{each.first_ms / 1000:.1f} s",
             f"{each.peak_mib:.0f} MiB",
         ]
@@ -101,9 +101,10 @@ def write(cases: dict[str, Any], names: list[str]) -> None:
         for case, found in cases.items()
     ]
     note = (
-        "The median of several rounds (fastest–slowest); the ratio is to the "
-        "first row. The contenders of a table are processes of the same run and take "
-        f"turns. The first round compiles. GPU(s): {', '.join(names)}."
+        "The median of several rounds (fastest–slowest); the ratio is the median of "
+        "the rounds' own to the first row. The contenders of a table are processes of "
+        "the same run and take turns, in another order each round. The first round "
+        f"compiles. GPU(s): {', '.join(names)}."
     )
     facts = {"gpus": names, "cases": cases}
     report.write("gpu", facts, "\n\n".join([*texts, note]), quiet=True)

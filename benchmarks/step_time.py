@@ -31,9 +31,10 @@ from contenders import TITLES, Measured, Task, measure
 from workloads import WORKLOADS
 
 NOTE = (
-    "Milliseconds a step: the median of several rounds (fastest–slowest); the ratio is "
-    "to the first row. The "
-    "contenders of a table are processes of the same run and take turns. The "
+    "Milliseconds a step: the median of several rounds (fastest–slowest); a ratio is "
+    "the median of the rounds' own, in the table to the first row. The "
+    "contenders of a table are processes of the same run and take turns, in another "
+    "order each round. The "
     "processors' milliseconds are what all threads of a process work for a step, the "
     "median of the rounds; with two cores they are up to twice those of the clock. "
     "The first round compiles. The devices are "
@@ -54,7 +55,7 @@ def described(
     Args:
         load: Of the machine before, where it is known.
     """
-    base = found[comparison.contenders[0]].median
+    base = found[comparison.contenders[0]]
     rows = []
     for contender in filter(found.__contains__, comparison.contenders):
         each = found[contender]
@@ -69,7 +70,7 @@ def described(
                 TITLES[contender],
                 str(1 if one else comparison.devices),
                 time,
-                f"{each.median / base:.2f} ×",
+                f"{each.over(base):.2f} ×",
                 processors,
                 first,
                 peak,
@@ -200,7 +201,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", choices=COMPARISONS, nargs="+", default=[])
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--threads-per-device", type=pool_threads.counts, default=())
