@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from keras_distribute._compat import adapters as compat
 from keras_distribute.errors import InputError
 from keras_distribute.input.source import (
     Batch,
+    Excerpt,
     Part,
     Position,
     Reader,
@@ -20,6 +22,9 @@ from keras_distribute.input.source import (
     first_of,
     uncounted,
 )
+
+
+_EXCERPT = 16  # Rows of each array, and numbers of each of them.
 
 
 class ArrayDataset:
@@ -181,6 +186,18 @@ class ArraySource(Shuffled):
     def example(self) -> Any:
         return compat.take(self.arrays, slice(0, 0))
 
+    @property
+    def excerpts(self) -> list[Excerpt]:
+        rows = _spread(self.rows, _EXCERPT)
+        taken = jax.tree_util.tree_leaves_with_path(
+            compat.take(self.arrays, rows), is_leaf=compat.is_sparse
+        )
+        return [
+            _excerpt(jax.tree_util.keystr(path), rows, array)
+            for path, array in taken
+            if isinstance(array, np.ndarray) and array.dtype.kind not in "OSUMm"
+        ]
+
     def open(self) -> Reader:
         return _ArrayReader(self)
 
@@ -301,6 +318,17 @@ class _ArrayReader(Reader):
                 )
         self._source.seed = position["seed"]
         self._sought, self._step = position, position["step"]
+
+
+def _spread(count: int, most: int) -> Any:
+    """At most so many of `count` indices, the first and the last among them."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))
+
+
+def _excerpt(name: str, rows: Any, array: Any) -> Excerpt:
+    flat = array.reshape(len(rows), math.prod(array.shape[1:]))
+    numbers = flat[:, _spread(flat.shape[1], _EXCERPT)].astype(complex)
+    return Excerpt(name, tuple(rows.tolist()), numbers)
 
 
 def _num_batches(rows: int, batch_size: int, drop_remainder: bool) -> int:

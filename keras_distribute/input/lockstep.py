@@ -7,6 +7,7 @@ ended, so that all take every step.
 Where each keeps its rows of the same batches, they only compare how many rows these
 have, how they shuffle, and the shapes and dtypes of a row: before the first pass, if
 that is known; of each batch, if not even their number is; else of many batches at once.
+Of arrays in memory they compare some numbers, too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from keras_distribute._compat.jax_internals import is_key
 from keras_distribute.cluster import agreement, processes
 from keras_distribute.errors import InputError
 from keras_distribute.input.shares import Layout, RoundLayout, SplitLayout
-from keras_distribute.input.source import Batch, Reader
+from keras_distribute.input.source import Batch, Excerpt, Reader
 from keras_distribute.input.splitting import piece_sizes
 from keras_distribute.values.arrays import on_host
 
@@ -34,6 +35,7 @@ Specs = list[Spec]
 # How many batches of a known number are compared at once: to speak with the others
 # takes as long as a small step, and there may be many of them.
 _COMPARED_AT_ONCE = 16
+_ROUNDING = 1e-3  # Up to which numbers of several processes are the same.
 # The rows of a batch, and what the arrays of one row are; `None` for no batch.
 _Seen = tuple[int, str] | None
 
@@ -65,7 +67,9 @@ class AgreedLayout:
             form = _form_of_row(self.source.example)
             known = (self.source.batch_size, rows, form)
         own = (self._same_batches, layout.num_steps, known, self.source.order)
-        told = agreement.exchange(self.topic("its length"), own, num_processes)
+        said = (own, self.source.excerpts if self._same_batches else [])
+        of_all = agreement.exchange(self.topic("its length"), said, num_processes)
+        told = [each for each, _ in of_all]
         self._check_shared_alike([same for same, *_ in told])
         counts = [count for _, count, *_ in told if count is not None]
         # The steps of one pass, which ends when the last process has no data left.
@@ -78,6 +82,9 @@ class AgreedLayout:
                 pairs = zip(found, orders, strict=True)
                 found = [f"{text}, {order}" for text, order in pairs]
             raise self.different("a dataset", found)
+        found = _other_numbers([excerpts for _, excerpts in of_all])
+        if found:
+            raise self.different("arrays", found)
 
     def open(self) -> Reader:
         """A pass that yields one batch for each step."""
@@ -301,6 +308,30 @@ def _in_words(
         return batches
     size, rows, form = of
     return f"{batches} of {size} rows, {rows} in all" + (f", of {form}" * of_rows)
+
+
+def _other_numbers(of_all: Sequence[Sequence[Excerpt]]) -> list[str]:
+    """What each process has in the first place that differs; nothing if none does.
+
+    What every process has computed by itself, as a mean that was subtracted, may differ
+    in its last digits.
+    """
+    for same in zip(*of_all, strict=True):
+        numbers = np.stack([each.numbers for each in same])
+        most = np.max(np.abs(numbers), initial=0.0, where=np.isfinite(numbers))
+        alike = np.isclose(
+            numbers, numbers[:1], _ROUNDING, _ROUNDING * most, equal_nan=True
+        )
+        differing = np.argwhere(~alike.all(axis=0))
+        if len(differing):
+            row, place = differing[0]
+            where = f"in row {same[0].rows[row]} of the array{same[0].name}"
+            return [f"{_plain(each[row, place])} {where}" for each in numbers]
+    return []
+
+
+def _plain(number: complex) -> str:
+    return f"{number:.6g}" if number.imag else f"{number.real:.6g}"
 
 
 def _seen_in_words(batches: Sequence[_Seen]) -> list[str]:

@@ -54,6 +54,20 @@ class Batch(NamedTuple):
     specs: Any = None
 
 
+class Excerpt(NamedTuple):
+    """Some numbers of an array.
+
+    Args:
+        name: Where the array is in a batch.
+        rows: Of which rows they are.
+        numbers: Of each row the same number of them, as complex ones.
+    """
+
+    name: str
+    rows: tuple[int, ...]
+    numbers: np.ndarray[Any, Any]
+
+
 def rows_of(data: Any) -> int:
     """The rows of a batch: those of its first array that has any dimensions."""
     shapes = map(np.shape, jax.tree.leaves(data, is_leaf=compat.is_sparse))
@@ -169,6 +183,13 @@ class Source:
     def order(self) -> str:
         """How the rows are shuffled, in words; empty where the dataset does that."""
         return ""
+
+    @property
+    def excerpts(self) -> list[Excerpt]:
+        """Some numbers of each array, if they are in memory: the same in all processes
+        that have the same arrays.
+        """
+        return []
 
     @property
     def example(self) -> Any:

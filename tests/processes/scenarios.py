@@ -615,6 +615,15 @@ def different_rows(strategy):
             *((np.arange(32), 4) if chief else (np.arange(16), 2))
         ),
         "arrays of another width": kd.ArrayDataset(np.zeros((8, 3 if chief else 2)), 4),
+        "arrays in another order": kd.ArrayDataset(
+            (np.zeros((99, 2)), np.arange(99)[:: 1 if chief else -1]), 4
+        ),
+        "arrays of another value": kd.ArrayDataset(
+            {"x": np.full((9, 50), np.nan), "y": np.append(np.ones(8), 2 + chief)}, 4
+        ),
+        "arrays of another rounding": kd.ArrayDataset(
+            np.linspace(-1.0, 1.0, 60) + (1e-7 if chief else 0.0), 4
+        ),
         "batches of another dtype": Rows(4, 4, dtype="int32" if chief else "float16"),
         "another shuffle": kd.ArrayDataset(np.arange(8), 4, shuffle=chief, seed=1),
         "another seed": kd.ArrayDataset(np.arange(8), 4, shuffle=True, seed=int(chief)),
@@ -628,6 +637,8 @@ def different_rows(strategy):
                 taken += 1
         except kd.errors.InputError as error:
             found[name] = f"{taken} {type(error).__name__}: {error}"
+        else:
+            found[name] = f"{taken} batches"
     return found
 
 

@@ -44,6 +44,15 @@ def errors():
             "0 InputError: .* a dataset.*0: 2 .* 8 in all, of float32.3.; process 1: .* in all, of float32.2.",
         ),
         (
+            "arrays in another order",
+            r"0 InputError: .* read arrays of their own.*0: 0 in row 0 of the array\[1\]; process 1: 98 in row 0",
+        ),
+        (
+            "arrays of another value",
+            r"0 InputError: .*0: 3 in row 8 of the array\['y'\]; process 1: 2 in row 8",
+        ),
+        ("arrays of another rounding", "15 batches"),
+        (
             "batches of another dtype",
             "0 InputError: The processes read data of .*0: a batch of 4 rows of .0. int32.5.; process 1: .* float16.5.",
         ),
