@@ -23,7 +23,6 @@ from keras_distribute.input.source import (
     uncounted,
 )
 
-
 _EXCERPT = 16  # Rows of each array, and numbers of each of them.
 
 

@@ -294,6 +294,8 @@ class Cluster:
             call = calls[0]
             key = call.signature, tuple(tuple(map(tuple, form)) for form in forms)
             programs = self._strategy.programs.programs_of(function)
+            if list(forms) == [own for _, own in program.elements]:
+                programs[key] = program
             if key not in programs:
                 iterators = [iterator for iterator, _ in program.elements]
                 elements = list(zip(iterators, forms, strict=True))
@@ -302,7 +304,7 @@ class Cluster:
                     jax.default_matmul_precision(program.precision),
                 ):
                     programs[key] = self._made(function, call, elements)
-            self._exchange(closure, seeds[0], programs[key])
+            self._exchange(closure, seeds, programs[key])
 
         kept, seeds = self._taken(program, len(calls))
         result = RemoteValue(self._condition, self.look, self.synchronize)
@@ -352,20 +354,23 @@ class Cluster:
                         return self.kept.taken_by(program), seeds
 
     def _exchange(self, closure: Closure, seeds: list[Any], program: Traced) -> None:
-        """Gives a function of one step the program for batches of another form, which
-        may take other variables.
+        """Gives what is left of a function the program for batches of another form,
+        which may take other variables.
 
         Args:
             closure: The function.
-            seeds: What it takes of seeds and counters.
+            seeds: What each of its steps takes of seeds and counters.
             program: In the place of the one that it has.
         """
         with self._lock:
             self.send_changed()
             self.served.check(program.of_servers)
             closure.floor = self._written([version for version, _ in closure.floor])
-            taken = closure.kept, seeds
-            closure.kept, seeds[:] = self.kept.exchange(closure.program, program, taken)
+            before, kept = closure.program, closure.kept
+            for step in range(closure.first, closure.steps):
+                taken = kept, seeds[step]
+                exchanged = self.kept.exchange(before, program, taken)
+                closure.kept, seeds[step] = exchanged
         closure.program = program
 
     def dataset(self, pickled: Any, element: Any) -> PerWorkerDataset:

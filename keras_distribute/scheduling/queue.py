@@ -36,6 +36,8 @@ class Closure:
         args: The arguments' arrays, for each step; what each worker has its own of by
             the worker's number.
         steps: How many.
+        first: The one to begin with: those before it are done, by a program for batches
+            of another form.
         floor: For each server the version and the writes that have to be seen.
         iterators: Those of the workers among the arguments.
         result: What the user waits with.
@@ -62,6 +64,7 @@ class Closure:
     counted: int | None = None
     slots: HeldGroup | None = None
     is_alone: bool = False
+    first: int = 0
     number: int = 0
     ended: int = 0
 

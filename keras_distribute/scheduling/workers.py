@@ -245,6 +245,7 @@ class Worker(threading.Thread):
             "closure": closure.number,
             "program": program.number,
             "steps": closure.steps,
+            "first": closure.first,
             "floor": closure.floor,
             "iterators": [iterator.number for iterator in closure.iterators],
             "bound": closure.bound,
@@ -309,6 +310,9 @@ class Worker(threading.Thread):
                 for element in header["needs"]
             ]
             try:
+                if header["steps"]:
+                    self._note_steps(closure, header)
+                    closure.finish(closure.program, list(map(np.array, arrays)))
                 closure.retrace(closure, forms)
             except Exception as error:
                 self._owner.queue.failed(error, closure)
@@ -319,8 +323,7 @@ class Worker(threading.Thread):
         if closure.slots is not None:
             held, group, makes, _ = closure.slots
             held.note(group, makes, self.index)
-        self.steps += closure.steps if closure.counted is None else closure.counted
-        self._owner.note_versions(header["versions"])
+        self._note_steps(closure, header)
         program = closure.program
         try:
             copies = [np.array(array) for array in arrays]
@@ -329,6 +332,12 @@ class Worker(threading.Thread):
             self._owner.queue.failed(error, closure)
             return
         self._owner.queue.finished(closure, program.results(copies))
+
+    def _note_steps(self, closure: Closure, header: Header) -> None:
+        """Counts the steps of a function that the worker has finished."""
+        closure.first += header["steps"]
+        self.steps += header["steps"] if closure.counted is None else closure.counted
+        self._owner.note_versions(header["versions"])
 
     def _lost(self, error: DistributeError | None, has_ended: bool = False) -> None:
         """Gives the work of a worker that is gone to the others.

@@ -10,23 +10,22 @@ may be the first step of the next function, if it has come by then with its batc
 from __future__ import annotations
 
 import dataclasses
-import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from keras_distribute.context import running_as
 from keras_distribute.devices.exports import platform_of
-from keras_distribute.errors import OutOfRangeError, UnavailableError
+from keras_distribute.errors import UnavailableError
 from keras_distribute.remote.channel import Channel
 from keras_distribute.remote.credentials import Credentials
 from keras_distribute.remote.endpoint import Answer
-from keras_distribute.remote.frames import STAYS, Array, Header, form_of
+from keras_distribute.remote.frames import STAYS, Array, Header
 from keras_distribute.servers import rows
 from keras_distribute.servers.programs import Program, loaded
 from keras_distribute.servers.pulled import NOTHING, Pulled, Wanted
+from keras_distribute.servers.reading import Reading
 from keras_distribute.servers.task import Task
 
 
@@ -97,44 +96,6 @@ class _Slots(NamedTuple):
         return self.number, self.group
 
 
-class _Read(NamedTuple):
-    """What was read for a function, for which the coordinator makes a program.
-
-    Attributes:
-        iterators: Of which it takes batches.
-        elements: Those batches.
-    """
-
-    iterators: set[int]
-    elements: list[list[Array]]
-
-
-class _Dataset(NamedTuple):
-    """A dataset of this worker.
-
-    Attributes:
-        make: The user's function.
-        x64: Whether its numbers may have 64 bits.
-    """
-
-    make: Callable[[], Any]
-    x64: bool
-
-
-class _Batches(NamedTuple):
-    """An iterator over such a dataset."""
-
-    elements: Iterator[Any]
-    x64: bool
-
-    def next(self) -> list[Array]:
-        """The arrays of the next element."""
-        with jax.enable_x64(self.x64):
-            arrays = list(map(np.asarray, jax.tree.leaves(next(self.elements))))
-            kinds = [jax.dtypes.canonicalize_dtype(array.dtype) for array in arrays]
-        return list(map(np.asarray, arrays, kinds))
-
-
 _Next = tuple[list[Any], list[Any], "_Call | None"]
 """After a step: the coordinator's variables, what has become of them in all, and the
 next call.
@@ -164,9 +125,7 @@ class Runner(Task):
     def _begin_with(self, worker: int, incarnation: int) -> None:
         self._worker, self._incarnation = worker, incarnation
         self._functions: dict[int, Function] = {}
-        self._datasets: dict[int, _Dataset] = {}
-        self._iterators: dict[int, _Batches] = {}
-        self._waiting: dict[int, _Read] = {}
+        self._reading = Reading(worker)
         # By their round: those that a function takes count until its round has ended.
         self._slots: dict[tuple[int, int], dict[int, list[Any]]] = {}
         self._ahead: tuple[Header, _Call | None] = {}, None
@@ -201,44 +160,31 @@ class Runner(Task):
         return {}, list(map(np.asarray, made))
 
     def _take_dataset(self, header: Header, arrays: list[Array]) -> Answer:
-        # Who has the token of the job may run code: it is the user's own.
-        dataset = _Dataset(pickle.loads(arrays[0].tobytes()), header["x64"])
-        self._datasets[header["id"]] = dataset
+        self._reading.take_dataset(header["id"], arrays[0], header["x64"])
         return None
 
     def _take_iterator(self, header: Header, arrays: list[Array]) -> Answer:
         del arrays
-        dataset = self._datasets[header["dataset"]]
-        with running_as(self._worker), jax.enable_x64(dataset.x64):
-            made = iter(dataset.make())
-        self._iterators[header["id"]] = _Batches(made, dataset.x64)
+        self._reading.begin(header["id"], header["dataset"])
         return None
 
     def _drop(self, header: Header, arrays: list[Array]) -> Answer:
         del arrays
         for number in header["ids"]:
             self._drop_slots(number, [])
-            self._iterators.pop(number, None)
-            self._datasets.pop(number, None)
+            self._reading.drop(number)
             self._functions.pop(number, None)
         return None
 
     def _run(self, header: Header, arrays: list[Array]) -> Answer:
         """One function, of one step or several."""
         function, closure = self._functions[header["program"]], header["closure"]
-        layout = function.layout
-        for each in [each for each in self._waiting if each < header["done"]]:
-            del self._waiting[each]  # It has failed.
-        for each, read in self._waiting.items():
-            if each < closure and read.iterators.intersection(header["iterators"]):
-                return {"again": True}, []  # Batches are taken in their order.
-        elements = self._elements(closure, layout, header["iterators"])
-        if elements is None:
-            forms = [
-                list(map(form_of, element))
-                for element in self._waiting[closure].elements
-            ]
-            return {"needs": forms}, []
+        layout, first = function.layout, header["first"]
+        batches = self._reading.taken_by(header, layout)
+        if batches is None:
+            return {"again": True}, []
+        if not batches.has(first):
+            return self._needs(closure, 0, [])
         kept, given = arrays[: layout["num_kept"]], arrays[layout["num_kept"] :]
         slots = _Slots(*header["slots"]) if "slots" in header else None
         if slots is not None:
@@ -252,26 +198,48 @@ class Runner(Task):
         def call_of(step: int, kept: list[Any]) -> _Call:
             count = layout["num_args"]
             args = given[step * count : (step + 1) * count]
-            return self._call(function, [*kept, *args, *elements])
+            return self._call(function, [*kept, *args, *batches[step]])
 
         def advanced(step: int, outputs: Sequence[Any]) -> _Next:
+            is_last = step + 1 == header["steps"]
+            # While the devices compute.
+            is_ready = not is_last and batches.has_early(step + 1)
             changes = outputs[len(outputs) - len(layout["changes"]) :]
             new = changed(layout["changes"], kept, totals, changes)
-            if step + 1 < header["steps"]:
+            if is_ready:
                 return *new, call_of(step + 1, new[0])
-            return *new, self._upcoming_call() if layout["tables"] else None
+            return *new, self._upcoming_call() if is_last and layout["tables"] else None
 
-        call = self._ahead[1] if self._ahead[0] is header else call_of(0, kept)
-        for step in range(header["steps"]):
-            assert call is not None
+        call = self._ahead[1] if self._ahead[0] is header else None
+        for step in range(first, header["steps"]):
+            if not batches.has(step):
+                return self._needs(closure, step - first, totals)
+            call = call or call_of(step, kept)
             outputs, after = self._step(function, header, step, call, advanced)
             results = outputs[: layout["num_results"]]
             kept, totals, call = after
         if slots is not None:
             self._slots[slots.key][slots.makes] = list(results[: slots.size])
             results = [*[STAYS] * slots.size, *results[slots.size :]]
+        return self._done(header["steps"] - first), [
+            *map(np.asarray, results),
+            *totals,
+        ]
+
+    def _done(self, steps: int) -> Header:
+        """What the coordinator is told of so many steps."""
         versions = [server.version for server in self._servers]
-        return {"versions": versions}, [*map(np.asarray, results), *totals]
+        return {"steps": steps, "versions": versions}
+
+    def _needs(self, closure: int, steps: int, totals: list[Any]) -> Answer:
+        """Asks for the program for the batches that were read, which wait for it.
+
+        Args:
+            steps: How many are done.
+            totals: What has become of the coordinator's variables.
+        """
+        forms = self._reading.waiting[closure].forms
+        return {"needs": forms, **self._done(steps)}, totals
 
     def _drop_slots(self, number: int, groups: Sequence[int]) -> None:
         """Drops those of an optimizer that other workers have by now.
@@ -311,39 +279,6 @@ class Runner(Task):
             given = arrays[: layout["num_kept"] + layout["num_args"]]
             self._ahead = header, self._call(function, given)
         return self._ahead[1]
-
-    def _elements(
-        self, closure: int, layout: Mapping[str, Any], iterators: Sequence[int]
-    ) -> list[Array] | None:
-        """What the function takes of iterators; `None` if it was made for other shapes,
-        and what was read waits for a program that fits.
-        """
-        if not layout["elements"]:
-            return []
-        known = self._waiting.pop(closure, None)
-        if known is not None:
-            read = known.elements
-        else:
-            read = [self._next(iterators[index]) for index, _ in layout["elements"]]
-        fits = all(
-            list(map(form_of, element)) == form
-            for element, (_, form) in zip(read, layout["elements"], strict=True)
-        )
-        if fits:
-            return [array for element in read for array in element]
-        self._waiting[closure] = _Read(set(iterators), read)
-        return None
-
-    def _next(self, number: int) -> list[Array]:
-        try:
-            with running_as(self._worker):
-                return self._iterators[number].next()
-        except StopIteration:
-            raise OutOfRangeError(
-                "The dataset of a worker is at its end.",
-                received=f"the worker {self._worker}.",
-                fix="dataset.repeat() in the dataset function, and count the steps.",
-            ) from None
 
     def _call(self, function: Function, given: list[Any]) -> _Call:
         """A call with some arguments."""

@@ -62,6 +62,33 @@ def test_one_worker_is_one_device(one_worker, steps):
     assert set(ours.result) >= {"loss", "val_loss"}
 
 
+def test_rows_of_a_table(one_worker):
+    """Where a step asks for the rows of the next one, which was read before."""
+    rng = np.random.default_rng(0)
+    ids, labels = rng.integers(0, 5000, (26, 3)), rng.integers(0, 3, 26)
+
+    def build() -> keras.Model:
+        inputs = keras.Input((3,), dtype="int32")
+        rows = layers.Flatten()(layers.Embedding(5000, 4)(inputs))
+        model = keras.Model(inputs, layers.Dense(3)(rows))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("adagrad", loss, metrics=["accuracy"], steps_per_execution=5)
+        return model
+
+    def batches(context: Any = None) -> Any:
+        while True:
+            for start in range(0, 26, 6):
+                yield ids[start : start + 6], labels[start : start + 6]
+
+    def run(data: Any) -> Any:
+        return lambda model: (
+            model.fit(data, steps_per_epoch=15, epochs=2, verbose=0).history
+        )
+
+    ours = observe(build, run(Creator(batches)), one_worker)
+    assert_same_outcome(ours, observe(build, run(batches())))
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("local_slots", [False, True])
 def test_local_steps_of_one_worker_are_those_of_one_device(make, local_slots):
@@ -97,19 +124,26 @@ class Total(keras.metrics.Metric):
         return self.total.result()
 
 
-def counting(strategy: Any) -> tuple[keras.Model, Any]:
+def counting(strategy: Any, group: int = 1) -> tuple[keras.Model, Any]:
     """A model whose metric adds up the labels, and data whose labels say which worker
-    has read them: one row of 1, or one of 1000.
+    has read them: one row of 1, or one of 1000; sometimes two with half of it.
     """
     with strategy.scope():
         model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
-        model.compile(keras.optimizers.SGD(0.0), "mse", metrics=[Total()])
+        model.compile(
+            keras.optimizers.SGD(0.0),
+            "mse",
+            metrics=[Total()],
+            steps_per_execution=group,
+        )
 
     def dataset_fn(context: Any) -> Any:
         assert context.num_input_pipelines == 2
         label = 1000.0**context.input_pipeline_id
         while True:
-            yield np.ones((1, 2), "float32"), np.full((1, 1), label, "float32")
+            for rows in [1, 1, 1, 2, 1, 1, 1] if group > 1 else [1]:
+                labels = np.full((rows, 1), label / rows, "float32")
+                yield np.ones((rows, 2), "float32"), labels
 
     return model, Creator(dataset_fn)
 
@@ -117,11 +151,15 @@ def counting(strategy: Any) -> tuple[keras.Model, Any]:
 IN_ROUNDS = {"local_steps": 5, "local_slots": True}
 
 
-@pytest.mark.parametrize("options", [{}, IN_ROUNDS], ids=["steps", "rounds"])
-def test_each_worker_reads_its_own(make, options):
+@pytest.mark.parametrize(
+    ("options", "group"),
+    [({}, 1), (IN_ROUNDS, 1), ({}, 5)],
+    ids=["steps", "rounds", "groups"],
+)
+def test_each_worker_reads_its_own(make, options, group):
     """A step takes the next batch of the worker that it runs on."""
     strategy = make(2, **options)
-    model, data = counting(strategy)
+    model, data = counting(strategy, group)
     history = model.fit(data, steps_per_epoch=40, epochs=2, verbose=0).history
     read = np.array([divmod(int(total), 1000) for total in history["total"]])
     np.testing.assert_array_equal(read.sum(axis=1), [40, 40])
@@ -135,15 +173,19 @@ def test_each_worker_reads_its_own(make, options):
     assert sum(strategy.steps_of_workers.values()) == 90
 
 
-@pytest.mark.parametrize("options", [{}, IN_ROUNDS], ids=["steps", "rounds"])
-def test_a_worker_dies(own_cluster, options):
+@pytest.mark.parametrize(
+    ("options", "group"),
+    [({}, 1), (IN_ROUNDS, 1), ({}, 4)],
+    ids=["steps", "rounds", "groups"],
+)
+def test_a_worker_dies(own_cluster, options, group):
     """Each step counts once; the worker that comes back makes its dataset anew."""
     strategy = kd.ParameterServerStrategy(own_cluster.cluster_resolver, **options)
-    model, data = counting(strategy)
+    model, data = counting(strategy, group)
 
     class Kills(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if batch == 20 and self.epoch == 0:
+            if batch // group == 20 // group and self.epoch == 0:
                 own_cluster.kill("worker", 1)
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

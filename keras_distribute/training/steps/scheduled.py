@@ -66,15 +66,11 @@ class ScheduledStep:
         return self._scheduled([self._call(data)], iterators), state
 
     def several(self, state: Any, data: Sequence[Any], size: int) -> tuple[Any, Any]:
-        """Schedules a step for each batch: those of one form together; what workers
-        read themselves is of any form, and goes one by one.
-        """
+        """Schedules a step for each batch, those of one form together."""
         logs: Any = None
-        if isinstance(data[0], PerWorkerIterator):
-            for each in data:
-                logs, state = self(state, each)
-            return logs, state
         self._note(state)
+        if isinstance(data[0], PerWorkerIterator):  # Of one pass, so it is always this.
+            return self._scheduled(list(map(self._call, data)), data[:1]), state
         left = list(map(self._call, data))
         while left:
             group = [left.pop(0)]
