@@ -176,8 +176,8 @@ class Taken:
         return True
 
     def has_early(self, step: int) -> bool:
-        """The same before the step before it was pushed: where that asks for the rows
-        of this one, and to read takes no time.
+        """The same before the step before it was pushed: where the answer to that may
+        have the rows of this one, and to read takes no time.
         """
         if self._forms and not (self._looks_up and self._reading.is_quick):
             return False

@@ -4,7 +4,8 @@ make.
 
 Between two steps there is one message to each server: the answer to a push has the
 values for the next step, which takes them if nothing has to be seen that is newer. That
-may be the first step of the next function, if it has come by then with its batch.
+may be the first step of the next function, if that has come by then, and its batch is
+there or is read in no time.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from keras_distribute.remote.frames import STAYS, Array, Header
 from keras_distribute.servers import rows
 from keras_distribute.servers.programs import Program, loaded
 from keras_distribute.servers.pulled import NOTHING, Pulled, Wanted
-from keras_distribute.servers.reading import Reading
+from keras_distribute.servers.reading import Reading, Taken
 from keras_distribute.servers.task import Task
 
 
@@ -96,6 +97,21 @@ class _Slots(NamedTuple):
         return self.number, self.group
 
 
+class _Ahead(NamedTuple):
+    """What is known of the function that comes next.
+
+    Attributes:
+        header: What the coordinator says of it.
+        batches: What it takes of iterators.
+        call: Its first step.
+    """
+
+    header: Header
+    batches: Taken | None
+    call: _Call | None
+
+
+_NOTHING_AHEAD = _Ahead({}, None, None)
 _Next = tuple[list[Any], list[Any], "_Call | None"]
 """After a step: the coordinator's variables, what has become of them in all, and the
 next call.
@@ -128,7 +144,7 @@ class Runner(Task):
         self._reading = Reading(worker)
         # By their round: those that a function takes count until its round has ended.
         self._slots: dict[tuple[int, int], dict[int, list[Any]]] = {}
-        self._ahead: tuple[Header, _Call | None] = {}, None
+        self._ahead = _NOTHING_AHEAD
         for server in self._servers:
             server.channel.close()
         self._servers = []
@@ -180,7 +196,8 @@ class Runner(Task):
         """One function, of one step or several."""
         function, closure = self._functions[header["program"]], header["closure"]
         layout, first = function.layout, header["first"]
-        batches = self._reading.taken_by(header, layout)
+        ahead = self._ahead if self._ahead.header is header else _NOTHING_AHEAD
+        batches = ahead.batches or self._reading.taken_by(header, layout)
         if batches is None:
             return {"again": True}, []
         if not batches.has(first):
@@ -210,7 +227,7 @@ class Runner(Task):
                 return *new, call_of(step + 1, new[0])
             return *new, self._upcoming_call() if is_last and layout["tables"] else None
 
-        call = self._ahead[1] if self._ahead[0] is header else None
+        call = ahead.call
         for step in range(first, header["steps"]):
             if not batches.has(step):
                 return self._needs(closure, step - first, totals)
@@ -264,21 +281,24 @@ class Runner(Task):
         return {}, list(map(np.asarray, found))
 
     def _upcoming_call(self) -> _Call | None:
-        """The first step of the function that comes next. Not of one that has to read
-        its batch: that may take long, and would hold up what this one has made.
+        """The first step of the function that comes next, where its batch is read in no
+        time: else that would hold up what this one has made.
         """
         header, arrays = self._upcoming() or ({}, [])
         function = self._functions.get(header.get("program", 0))
         is_ours = header.get("coordinator") == self._coordinator
-        if function is None or not is_ours or function.layout["elements"]:
+        if function is None or not is_ours or header["first"]:
             return None
         if "slots" in header:  # Which this function may make.
             return None
-        if self._ahead[0] is not header:
-            layout = function.layout
-            given = arrays[: layout["num_kept"] + layout["num_args"]]
-            self._ahead = header, self._call(function, given)
-        return self._ahead[1]
+        if self._ahead.header is not header:
+            layout, call = function.layout, None
+            batches = self._reading.taken_by(header, layout)
+            if batches is not None and batches.has_early(0):
+                given = arrays[: layout["num_kept"] + layout["num_args"]]
+                call = self._call(function, [*given, *batches[0]])
+            self._ahead = _Ahead(header, batches, call)
+        return self._ahead.call
 
     def _call(self, function: Function, given: list[Any]) -> _Call:
         """A call with some arguments."""
