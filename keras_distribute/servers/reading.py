@@ -166,8 +166,11 @@ class Taken:
         waiting = self._reading.waiting
         read = waiting.pop(self._closure, None)
         if read is None:
-            numbers = [self._iterators[index] for index, _ in self._forms]
-            elements = list(map(self._reading.next_of, numbers))
+            # No `map`, which would end quietly at the end of a dataset.
+            elements = [
+                self._reading.next_of(self._iterators[index])
+                for index, _ in self._forms
+            ]
             read = _Read(set(self._iterators), elements)
         if read.forms != [form for _, form in self._forms]:
             waiting[self._closure] = read
