@@ -93,6 +93,9 @@ def described(
     title = f"### {workload.title}, {batch}, {kind}, {devices}"
     lines = [title, "", report.table(header, rows, "lrrrrrr"), ""]
     lines += [f"- {target}" for target in targets(comparison, found)]
+    if "by_hand_again" in found:
+        ratio = found["by_hand_again"].over(found["by_hand"])
+        lines.append(f"- the loop by hand in another process / itself: {ratio:.2f}")
     lines += [
         f"- {TITLES[each]}: left out, {_why_not(each)}"
         for each in comparison.contenders

@@ -20,7 +20,6 @@ import importlib.metadata
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import report
+from contenders import Measured
 
 DEVICES = 4
 BATCH = 128
@@ -513,26 +513,22 @@ def killed() -> dict[str, Any]:
 
 
 def speed() -> dict[str, float]:
-    """Ratios of medians in results/step_time.json."""
+    """Ratios of results/step_time.json, each that of the median round."""
     facts = json.loads((report.RESULTS / "step_time.json").read_text("utf-8"))
 
-    def median(comparison: str, contender: str) -> float:
-        return statistics.median(facts[comparison][contender]["all_ms"])
+    def over(comparison: str, contender: str, other: str) -> float:
+        one, base = (Measured(**facts[comparison][n]) for n in (contender, other))
+        return one.over(base)
 
     found = {}
     for name in ("mlp_fit", "cnn_fit"):
-        ours = median(name, "ours")
-        found[f"{name} data_parallel"] = median(name, "data_parallel") / ours
+        found[f"{name} data_parallel"] = over(name, "data_parallel", "ours")
         if name == "mlp_fit":
-            found[f"{name} tf_mirrored"] = median(name, "tf_mirrored") / ours
+            found[f"{name} tf_mirrored"] = over(name, "tf_mirrored", "ours")
         else:  # Convolutions of two frameworks: each beside its own one device.
-            found[f"{name} tf_mirrored own"] = median(name, "tf_mirrored") / median(
-                name, "tf_one"
-            )
-            found[f"{name} ours own"] = ours / median(name, "plain")
-            found[f"{name} data_parallel own"] = median(name, "data_parallel") / median(
-                name, "plain"
-            )
+            found[f"{name} tf_mirrored own"] = over(name, "tf_mirrored", "tf_one")
+            found[f"{name} ours own"] = over(name, "ours", "plain")
+            found[f"{name} data_parallel own"] = over(name, "data_parallel", "plain")
     return found
 
 
@@ -663,7 +659,7 @@ def markdown(facts: dict[str, Any]) -> str:
         "killed gets `SIGKILL` after step 16 of 33, the fifth of its second epoch; the "
         "script is then started again, with `BackupAndRestore` of Keras, or of "
         "keras_distribute. Its batches are shuffled, as `fit` does by default. The "
-        "times are ratios of medians in `step_time.md`."
+        "times are ratios of `step_time.md`."
     )
     notes = (
         "[1] The loop of TensorFlow's tutorial divides each row's loss by a constant "
