@@ -69,7 +69,7 @@ class Reading:
     Attributes:
         waiting: By their numbers, what was read for functions whose program is for
             other shapes.
-        is_quick: Whether the last batch was read in no time.
+        is_quick: Whether what the last step takes was read in no time.
     """
 
     def __init__(self, worker: int) -> None:
@@ -114,7 +114,6 @@ class Reading:
         Raises:
             OutOfRangeError: At its end.
         """
-        start = time.monotonic()
         try:
             with running_as(self._worker):
                 return self._iterators[number].next()
@@ -124,8 +123,6 @@ class Reading:
                 received=f"the worker {self._worker}.",
                 fix="dataset.repeat() in the dataset function, and count the steps.",
             ) from None
-        finally:
-            self.is_quick = time.monotonic() - start < _QUICK_SECONDS
 
 
 class Taken:
@@ -166,11 +163,13 @@ class Taken:
         waiting = self._reading.waiting
         read = waiting.pop(self._closure, None)
         if read is None:
+            start = time.monotonic()
             # No `map`, which would end quietly at the end of a dataset.
             elements = [
                 self._reading.next_of(self._iterators[index])
                 for index, _ in self._forms
             ]
+            self._reading.is_quick = time.monotonic() - start < _QUICK_SECONDS
             read = _Read(set(self._iterators), elements)
         if read.forms != [form for _, form in self._forms]:
             waiting[self._closure] = read

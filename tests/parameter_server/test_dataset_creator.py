@@ -62,20 +62,26 @@ def test_one_worker_is_one_device(one_worker, steps):
     assert set(ours.result) >= {"loss", "val_loss"}
 
 
+IDS = np.random.default_rng(0).integers(0, 5000, (26, 3))
+LABELS = np.random.default_rng(1).integers(0, 3, 26)
+
+
+def recommender() -> keras.Model:
+    """A model that looks up rows of a table, and takes five steps at once."""
+    inputs = keras.Input((3,), dtype="int32")
+    rows = layers.Flatten()(layers.Embedding(5000, 4)(inputs))
+    model = keras.Model(inputs, layers.Dense(3)(rows))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adagrad", loss, metrics=["accuracy"], steps_per_execution=5)
+    return model
+
+
 def test_rows_of_a_table(one_worker):
     """Where a step asks for the rows of the next one, which was read before."""
-    rng = np.random.default_rng(0)
-    ids, labels = rng.integers(0, 5000, (26, 3)), rng.integers(0, 3, 26)
-
-    def build() -> keras.Model:
-        inputs = keras.Input((3,), dtype="int32")
-        rows = layers.Flatten()(layers.Embedding(5000, 4)(inputs))
-        model = keras.Model(inputs, layers.Dense(3)(rows))
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile("adagrad", loss, metrics=["accuracy"], steps_per_execution=5)
-        return model
+    ids, labels = IDS, LABELS
 
     def batches(context: Any = None) -> Any:
+        del context
         while True:
             for start in range(0, 26, 6):
                 yield ids[start : start + 6], labels[start : start + 6]
@@ -85,8 +91,31 @@ def test_rows_of_a_table(one_worker):
             model.fit(data, steps_per_epoch=15, epochs=2, verbose=0).history
         )
 
-    ours = observe(build, run(Creator(batches)), one_worker)
-    assert_same_outcome(ours, observe(build, run(batches())))
+    ours = observe(recommender, run(Creator(batches)), one_worker)
+    assert_same_outcome(ours, observe(recommender, run(batches())))
+
+
+def test_what_was_computed_before_a_batch_that_cannot_be_read(one_worker):
+    """It is pushed, though the next batch was asked for before."""
+    ids, labels = IDS, LABELS
+
+    def batches(context: Any) -> Any:
+        del context
+        for _ in range(8):
+            yield ids[:6], labels[:6]
+        raise OSError("the disk is gone")
+
+    with one_worker.scope():
+        model = recommender()
+
+    def pushes() -> int:
+        (server, *_) = one_worker.cluster.servers
+        return server.call({"op": "status"})[0]["version"]
+
+    before = pushes()
+    with pytest.raises(kd.errors.RemoteError, match="the disk is gone"):
+        model.fit(Creator(batches), steps_per_epoch=15, verbose=0)
+    assert pushes() - before == 8
 
 
 @pytest.mark.sampled(2)
