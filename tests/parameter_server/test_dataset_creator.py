@@ -153,12 +153,24 @@ class Total(keras.metrics.Metric):
         return self.total.result()
 
 
+class Rows(layers.Layer):
+    """Counts the rows, of which each program knows the number."""
+
+    def build(self, shape: Any) -> None:
+        del shape
+        self.seen = self.add_weight((), "zeros", "int32", trainable=False)
+
+    def call(self, x: Any) -> Any:
+        self.seen.assign_add(x.shape[0] or 0)
+        return x
+
+
 def counting(strategy: Any, group: int = 1) -> tuple[keras.Model, Any]:
     """A model whose metric adds up the labels, and data whose labels say which worker
     has read them: one row of 1, or one of 1000; sometimes two with half of it.
     """
     with strategy.scope():
-        model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+        model = keras.Sequential([keras.Input((2,)), Rows(), layers.Dense(1)])
         model.compile(
             keras.optimizers.SGD(0.0),
             "mse",
@@ -195,6 +207,8 @@ def test_each_worker_reads_its_own(make, options, group):
     np.testing.assert_array_equal(
         read.sum(axis=0)[::-1], list(strategy.steps_of_workers.values())
     )
+    rows = sum(n + ((n + 3) // 7 if group > 1 else 0) for n in read.sum(axis=0))
+    assert options or int(model.layers[0].seen.numpy()) == rows
     of_one_group = 40 if options else 80
     assert int(model.optimizer.iterations.numpy()) == of_one_group
     found = model.evaluate(data, steps=10, verbose=0, return_dict=True)["total"]
