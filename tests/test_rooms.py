@@ -115,3 +115,17 @@ def test_the_page_names_every_room():
     table = page[page.index("| room | owns |") :]
     missing = [name for name in ROOMS if name and f"`{name.split('.')[0]}" not in table]
     assert missing == []
+
+
+def test_functions_fit_on_a_screen():
+    """60 lines at most, without those of the docstring."""
+    long = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node, clean=False)
+                own = 0 if text is None else text.count("\n") + 1
+                lines = node.end_lineno - node.lineno + 1 - own
+                if lines > 60:
+                    long.append(f"{path.relative_to(PACKAGE)} {node.name}: {lines}")
+    assert not long, long

@@ -96,15 +96,12 @@ def _in_series(
 
         def one_device(*arrays: Any) -> list[Any]:
             inputs = [
-                Value(array, True)
-                if axis is None
-                else Value(_apart(array, each, axis), False)
+                _entering(array, axis, each)
                 for array, axis in zip(arrays, given, strict=True)
             ]
-            zero = unknown.zero(arrays)
-            outputs = in_series.run(series, parts, inputs, zero)
+            outputs = in_series.run(series, parts, inputs, unknown.zero(arrays))
             return [
-                value.alone() if axis is None else _together(value.stacked(each), axis)
+                _leaving(value, axis, each)
                 for value, axis in zip(outputs, returned, strict=True)
             ]
 
@@ -116,15 +113,28 @@ def _in_series(
             check_vma=False,
         )(*leaves)
         # Loops and conditions have made them strong.
-        weak = [aval.weak_type for aval in program.out_avals]
-        arrays = [_weak(a) if w else a for a, w in zip(arrays, weak, strict=True)]
+        arrays = map(_weak_as, arrays, program.out_avals)
         return jax.tree.unflatten(jax.tree.structure(results), arrays)
 
     return mapped
 
 
-def _weak(array: Any) -> Any:
-    """The array with JAX's weak type."""
+def _entering(array: Any, axis: int | None, each: int) -> Value:
+    """What the replicas of a device get of an array that it has."""
+    if axis is None:
+        return Value(array, True)
+    return Value(_apart(array, each, axis), False)
+
+
+def _leaving(value: Value, axis: int | None, each: int) -> Any:
+    """The array that a device has, of what its replicas have made."""
+    return value.alone() if axis is None else _together(value.stacked(each), axis)
+
+
+def _weak_as(array: Any, aval: Any) -> Any:
+    """The array, with JAX's weak type if it is to have that."""
+    if not aval.weak_type:
+        return array
     return lax.convert_element_type_p.bind(
         array, new_dtype=array.dtype, weak_type=True, sharding=None
     )

@@ -113,16 +113,7 @@ class MultiWorkerMirroredStrategy(LogicalDevicesStrategy):
         platform = devices[0].platform
         if platform == "cpu":
             config.check_pool(jax.local_device_count())
-        if (
-            options.implementation is CommunicationImplementation.NCCL
-            and platform != "gpu"
-        ):
-            raise DeviceError(
-                "NCCL is for GPUs.",
-                received=f"CommunicationImplementation.NCCL on {platform} devices.",
-                fix="CommunicationImplementation.AUTO, which is Gloo on CPUs and ICI "
-                "on TPUs.",
-            )
+        _check_implementation(options.implementation, platform)
         packed = _CPU_PACK_BYTES if platform == "cpu" and jax.process_count() > 1 else 0
         ops = NcclAllReduce(0, bytes_per_pack=options.bytes_per_pack or packed)
         mesh = mesh_of(devices, deterministic, num_replicas, num_logical_devices)
@@ -143,3 +134,16 @@ class MultiWorkerMirroredStrategy(LogicalDevicesStrategy):
     def cluster_resolver(self) -> ClusterResolver:
         """The resolver that found the cluster."""
         return self._resolver
+
+
+def _check_implementation(
+    implementation: CommunicationImplementation, platform: str
+) -> None:
+    """Raises `DeviceError` where the devices have none."""
+    if implementation is CommunicationImplementation.NCCL and platform != "gpu":
+        raise DeviceError(
+            "NCCL is for GPUs.",
+            received=f"CommunicationImplementation.NCCL on {platform} devices.",
+            fix="CommunicationImplementation.AUTO, which is Gloo on CPUs and ICI on "
+            "TPUs.",
+        )

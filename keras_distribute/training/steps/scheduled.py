@@ -61,16 +61,14 @@ class ScheduledStep:
             What callbacks and `predict` see, which waits when it is looked at, and
             `state`.
         """
-        self._note(state)
-        iterators = [data] if isinstance(data, PerWorkerIterator) else []
-        return self._scheduled([self._call(data)], iterators), state
+        return self.several(state, [data], 1)
 
     def several(self, state: Any, data: Sequence[Any], size: int) -> tuple[Any, Any]:
         """Schedules a step for each batch, those of one form together."""
         logs: Any = None
         self._note(state)
-        if isinstance(data[0], PerWorkerIterator):  # Of one pass, so it is always this.
-            return self._scheduled(list(map(self._call, data)), data[:1]), state
+        # Of one pass, so it is always the same.
+        iterators = [each for each in data[:1] if isinstance(each, PerWorkerIterator)]
         left = list(map(self._call, data))
         while left:
             group = [left.pop(0)]
@@ -78,7 +76,7 @@ class ScheduledStep:
                 if len(group) == size:
                     break
                 group.append(left.pop(0))
-            logs = self._scheduled(group)
+            logs = self._scheduled(group, iterators)
         return logs, state
 
     def _note(self, state: Any) -> None:
@@ -111,7 +109,7 @@ class ScheduledStep:
         return Call((data,), {}, self._strategy.replica_mesh)
 
     def _scheduled(
-        self, calls: Sequence[Call], iterators: Sequence[PerWorkerIterator] = ()
+        self, calls: Sequence[Call], iterators: Sequence[PerWorkerIterator]
     ) -> Any:
         cluster = self._strategy.cluster
         cluster.queue.check()
