@@ -112,8 +112,7 @@ def _in_series(
             out_specs=out,
             check_vma=False,
         )(*leaves)
-        # Loops and conditions have made them strong.
-        arrays = map(_weak_as, arrays, program.out_avals)
+        arrays = _with_weak_types(arrays, program.out_avals)
         return jax.tree.unflatten(jax.tree.structure(results), arrays)
 
     return mapped
@@ -131,13 +130,16 @@ def _leaving(value: Value, axis: int | None, each: int) -> Any:
     return value.alone() if axis is None else _together(value.stacked(each), axis)
 
 
-def _weak_as(array: Any, aval: Any) -> Any:
-    """The array, with JAX's weak type if it is to have that."""
-    if not aval.weak_type:
-        return array
-    return lax.convert_element_type_p.bind(
-        array, new_dtype=array.dtype, weak_type=True, sharding=None
-    )
+def _with_weak_types(arrays: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
+    """The arrays, those weak that were; loops and conditions have made them strong."""
+    return [
+        lax.convert_element_type_p.bind(
+            array, new_dtype=array.dtype, weak_type=True, sharding=None
+        )
+        if aval.weak_type
+        else array
+        for array, aval in zip(arrays, avals, strict=True)
+    ]
 
 
 def _for_leaves(specs: Any, values: Any) -> list[PartitionSpec]:

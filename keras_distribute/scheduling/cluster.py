@@ -294,11 +294,11 @@ class Cluster:
             call = calls[0]
             key = call.signature, tuple(tuple(map(tuple, form)) for form in forms)
             programs = self._strategy.programs.programs_of(function)
-            if list(forms) == [own for _, own in program.elements]:
+            iterators = [iterator for iterator, _ in program.elements]
+            elements = list(zip(iterators, forms, strict=True))
+            if elements == program.elements:  # It goes on with its first program.
                 programs[key] = program
             if key not in programs:
-                iterators = [iterator for iterator, _ in program.elements]
-                elements = list(zip(iterators, forms, strict=True))
                 with (
                     jax.enable_x64(program.x64),
                     jax.default_matmul_precision(program.precision),

@@ -148,6 +148,11 @@ class Taken:
         """The arrays that a step takes, which were read."""
         return self._batches[step] if self._forms else []
 
+    @property
+    def waiting_forms(self) -> list[list[Any]]:
+        """The forms of what was read and does not fit."""
+        return self._reading.waiting[self._closure].forms
+
     def has(self, step: int) -> bool:
         """Reads what a step takes; false where that has other shapes than the program,
         and waits for one that fits.

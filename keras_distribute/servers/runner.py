@@ -194,14 +194,14 @@ class Runner(Task):
 
     def _run(self, header: Header, arrays: list[Array]) -> Answer:
         """One function, of one step or several."""
-        function, closure = self._functions[header["program"]], header["closure"]
+        function = self._functions[header["program"]]
         layout, first = function.layout, header["first"]
         ahead = self._ahead if self._ahead.header is header else _NOTHING_AHEAD
         batches = ahead.batches or self._reading.taken_by(header, layout)
         if batches is None:
             return {"again": True}, []
         if not batches.has(first):
-            return self._needs(closure, 0, [])
+            return self._needs(batches, 0, [])
         kept, given = arrays[: layout["num_kept"]], arrays[layout["num_kept"] :]
         slots = _Slots(*header["slots"]) if "slots" in header else None
         if slots is not None:
@@ -230,7 +230,7 @@ class Runner(Task):
         call = ahead.call
         for step in range(first, header["steps"]):
             if not batches.has(step):
-                return self._needs(closure, step - first, totals)
+                return self._needs(batches, step - first, totals)
             call = call or call_of(step, kept)
             outputs, after = self._step(function, header, step, call, advanced)
             results = outputs[: layout["num_results"]]
@@ -238,25 +238,23 @@ class Runner(Task):
         if slots is not None:
             self._slots[slots.key][slots.makes] = list(results[: slots.size])
             results = [*[STAYS] * slots.size, *results[slots.size :]]
-        return self._done(header["steps"] - first), [
-            *map(np.asarray, results),
-            *totals,
-        ]
+        made = [*map(np.asarray, results), *totals]
+        return self._done(header["steps"] - first), made
 
     def _done(self, steps: int) -> Header:
         """What the coordinator is told of so many steps."""
         versions = [server.version for server in self._servers]
         return {"steps": steps, "versions": versions}
 
-    def _needs(self, closure: int, steps: int, totals: list[Any]) -> Answer:
+    def _needs(self, batches: Taken, steps: int, totals: list[Any]) -> Answer:
         """Asks for the program for the batches that were read, which wait for it.
 
         Args:
+            batches: Of the function.
             steps: How many are done.
             totals: What has become of the coordinator's variables.
         """
-        forms = self._reading.waiting[closure].forms
-        return {"needs": forms, **self._done(steps)}, totals
+        return {"needs": batches.waiting_forms, **self._done(steps)}, totals
 
     def _drop_slots(self, number: int, groups: Sequence[int]) -> None:
         """Drops those of an optimizer that other workers have by now.
