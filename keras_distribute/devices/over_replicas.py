@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from keras_distribute.devices import divided, in_series, unknown
+from keras_distribute.devices import divided, in_series, row_products, unknown
 from keras_distribute.devices.axes import REPLICA_AXIS
 from keras_distribute.devices.collectives import OVER_REPLICAS_ALONE
 from keras_distribute.devices.convolutions import IN_ORDER
@@ -19,6 +19,8 @@ from keras_distribute.devices.merging import merged
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.devices.rewriting import rewritten
 from keras_distribute.devices.series import Series, Value
+
+_IN_LOOPS_OF_CPUS = (IN_ORDER, row_products.ON_CPUS)
 
 
 def over_replicas(
@@ -36,6 +38,8 @@ def over_replicas(
         return _in_series(mesh, mesh.series, body, in_specs, out_specs)
     if mesh.logical_axes:  # Over which XLA divides it.
         body = rewritten(body, divided.rewritings(None))
+    elif mesh.platform == "cpu":
+        body = rewritten(body, [row_products.ON_CPUS])
     if mesh.num_replicas > 1 or not mesh.logical_axes:
         return jax.shard_map(
             in_turn(body) if mesh.platform == "cpu" else body,
@@ -66,7 +70,7 @@ def _in_series(
     """`over_replicas` where each device runs its replicas one after the other."""
     count, each = series.num_replicas, series.each
     axes = [(REPLICA_AXIS, count)]
-    rewritings = [OVER_REPLICAS_ALONE, *([IN_ORDER] if series.on_cpu else [])]
+    rewritings = [OVER_REPLICAS_ALONE, *(_IN_LOOPS_OF_CPUS if series.on_cpu else [])]
 
     def mapped(*arguments: Any) -> Any:
         leaves, structure = jax.tree.flatten(arguments)

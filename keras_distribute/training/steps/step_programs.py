@@ -6,20 +6,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_distribute import context
 from keras_distribute._compat.jax_internals import settings
 from keras_distribute.context import Frame, GlobalBatch, Mode
-from keras_distribute.devices import divided, exports, jaxprs, scatters
+from keras_distribute.devices import (
+    divided,
+    exports,
+    jaxprs,
+    row_products,
+    scatters,
+)
 from keras_distribute.devices.launches import Executable, launches
 from keras_distribute.devices.mesh import REPLICA_AXIS, ReplicaMesh, copied_to_devices
-from keras_distribute.devices.rewriting import Rewriting, rewritten
+from keras_distribute.devices.rewriting import Rewriting
 from keras_distribute.errors import ValueStructureError
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training import batches
@@ -58,19 +65,6 @@ class CarriedStep:
     is_local: Callable[[], bool] = lambda: False
 
 
-class _Faults(NamedTuple):
-    """What XLA does wrong in a step on batches of one form, unless that is written
-    otherwise.
-
-    Args:
-        is_whole: Whether it can be computed of all rows on each replica alone.
-        rewritings: What is written otherwise.
-    """
-
-    is_whole: bool = False
-    rewritings: tuple[Rewriting, ...] = ()
-
-
 class StepPrograms:
     """What a step is compiled to."""
 
@@ -82,7 +76,7 @@ class StepPrograms:
         self._shardings, self._components = carried.shardings, carried.components
         self._groups, self._is_local = groups, carried.is_local
         self._scans: dict[Any, bool] = {}
-        self._faults: dict[Any, _Faults] = {}
+        self._is_whole: dict[Any, bool] = {}
         self._executables: dict[Any, Executable] = {}
         self.latest: batches.Placed | None = None  # A batch, as shapes.
         self._taken = frozenset(id(v) for group in groups for v in group)
@@ -195,42 +189,57 @@ class StepPrograms:
     def _program(
         self, placed: batches.Placed, size: int, state: list[Any], data: Any
     ) -> tuple[Any, dict[str, Any]]:
-        """As `_jitted`, with what the trace shows that XLA could not divide otherwise:
-        some operations are written so (`devices/divided.py`), or all rows are on each
-        replica.
+        """As `_jitted`, with what the trace shows that XLA does not do otherwise, or
+        not quickly: some operations are written so, or all rows are on each replica.
 
         Where rows are divided unevenly over some of the mesh's axes, and there are
         logical devices, too, XLA adds up rows that do not exist wherever the step
         scatters (JAX 0.10.2: the gradient of an `Embedding` is wrong for token 0). Of
         75 kinds of operation in such a program, those that scatter were wrong alone.
         """
-        made = self._jitted(placed, size)
-        key = form_of_batch(placed)
-        in_series = self._mesh.series is not None  # Divided by this package alone.
-        if key in self._faults or in_series or len(self._mesh.devices) == 1:
-            return made
+        made, found = self._jitted(placed, size)
+        if self._mesh.series is not None:  # Divided by this package alone.
+            return made, found
         with launches.tracing:
-            traced = made[0].trace(state, data)
-        is_whole = (
-            bool(self._mesh.logical_axes)
-            and not _is_even(placed)
-            and jaxprs.has(traced.jaxpr, scatters.is_scatter)
-        )
-        rows = None if self._mesh.logical_axes else placed.spread[0]
-        known = () if is_whole else divided.rewritings(rows)
-        found = tuple(each for each in known if each.is_in(traced.jaxpr))
-        self._faults[key] = faults = _Faults(is_whole, found)
-        return self._jitted(placed, size) if any(faults) else made
+            traced = made.trace(state, data)
+        key = form_of_batch(placed)
+        if key not in self._is_whole:
+            scatters_rows = (
+                bool(self._mesh.logical_axes)
+                and not _is_even(placed)
+                and jaxprs.has(traced.jaxpr, scatters.is_scatter)
+            )
+            self._is_whole[key] = scatters_rows
+            if scatters_rows:
+                return self._jitted(placed, size)
+        program = traced.jaxpr
+        for each in self._rewritings(placed):
+            program = each.traced_again(program)
+        if program is traced.jaxpr:
+            return made, found
+        structure = jax.tree.structure(traced.out_info)
+
+        def again(leaves: list[Any], data: Any) -> Any:
+            results = core.jaxpr_as_fun(program)(*jax.tree.leaves((leaves, data)))
+            return jax.tree.unflatten(structure, results)
+
+        again.__name__ = made.__name__
+        return self._compiled(again, placed, size), found
+
+    def _rewritings(self, placed: batches.Placed) -> Sequence[Rewriting]:
+        """What may be in the program and is written otherwise."""
+        if len(self._mesh.devices) == 1:
+            return [row_products.ON_CPUS] if self._mesh.platform == "cpu" else []
+        if self._is_whole[form_of_batch(placed)]:
+            return []
+        return divided.rewritings(None if self._mesh.logical_axes else placed.spread[0])
 
     def _jitted(self, placed: batches.Placed, size: int) -> tuple[Any, dict[str, Any]]:
         """The program for a form of batch, and where its trace leaves the logs."""
-        faults = self._faults.get(form_of_batch(placed), _Faults())
-        function = self._on_true_rows(self._step, placed, faults.is_whole)
-        if faults.rewritings:
-            function = rewritten(function, faults.rewritings)
-        outputs = self._outputs(placed)
+        is_whole = self._is_whole.get(form_of_batch(placed), False)
+        function = self._on_true_rows(self._step, placed, is_whole)
         if size > 1:
-            function, outputs = self._repeated(function), self._mesh.replicated
+            function = self._repeated(function)
         structure, found = self._structure, dict[str, Any]()
 
         def program(leaves: list[Any], data: Any) -> tuple[list[Any], list[Any]]:
@@ -241,18 +250,24 @@ class StepPrograms:
             outputs, found["logs"] = jax.tree.flatten(logs)
             return outputs, _leaves_like(old, new)
 
+        program.__name__ = "global_steps" if size > 1 else "global_step"
+        return self._compiled(program, placed, size), found
+
+    def _compiled(
+        self, program: Callable[..., Any], placed: batches.Placed, size: int
+    ) -> Any:
+        """A program of the leaves of the state and the data, to be compiled."""
+        outputs = self._mesh.replicated if size > 1 else self._outputs(placed)
         # The state comes back as it went in, or the second call would compile again.
         shardings = self._mesh.replicated
         if self._shardings is not None:
             shardings = jax.tree.leaves(self._shardings)
-        program.__name__ = "global_steps" if size > 1 else "global_step"
-        jitted = jax.jit(
+        return jax.jit(
             program,
             donate_argnums=self._strategy.placement.donated,
             out_shardings=(outputs, shardings),
             compiler_options=self.compiler_options(placed),
         )
-        return jitted, found
 
     def _on_true_rows(
         self, step: Step, placed: batches.Placed, is_whole: bool = False
@@ -320,8 +335,7 @@ class StepPrograms:
         with launches.tracing:
             traced = program.trace(state, placed.data)
         convolves = on_cpu and jaxprs.has(traced.jaxpr, _convolves)
-        faults = self._faults.get(form_of_batch(placed), _Faults())
-        return not convolves and not faults.is_whole
+        return not convolves and not self._is_whole.get(form_of_batch(placed), False)
 
     def _form_of_state(self) -> list[Any]:
         """The arrays of the state, as shapes with their shardings."""
