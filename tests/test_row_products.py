@@ -54,7 +54,7 @@ def test_rows_are_one_dimension(
     with jax.enable_x64(dtype == "float64"):
         left = drawn(0, (*rows, outputs), dtype)
         right = drawn(1, (*rows, inputs), dtype)
-        again = rewritten(product, [row_products.ON_CPUS])
+        again = rewritten(product, [row_products.IN_ONE_DIMENSION])
         program = jax.make_jaxpr(again)(left, right)
         assert not jaxprs.has(program, is_of_several_dimensions)
         assert jaxprs.has(program, is_kept) is barrier
@@ -78,7 +78,7 @@ def test_what_is_left_alone(spec: str, dtype: str) -> None:
     shapes = [(4,) * len(letters) for letters in spec.split("->")[0].split(",")]
     arrays = [drawn(seed, shape, dtype) for seed, shape in enumerate(shapes)]
     program = jax.make_jaxpr(lambda *given: jnp.einsum(spec, *given))(*arrays)
-    assert row_products.ON_CPUS.traced_again(program) is program
+    assert row_products.IN_ONE_DIMENSION.traced_again(program) is program
 
 
 def test_precision_and_dtype_are_kept() -> None:
@@ -91,7 +91,7 @@ def test_precision_and_dtype_are_kept() -> None:
             preferred_element_type=jnp.float32,
         )
 
-    again = rewritten(precise, [row_products.ON_CPUS])
+    again = rewritten(precise, [row_products.IN_ONE_DIMENSION])
     eqns = jax.make_jaxpr(again)(drawn(0, (2, 3, 4)), drawn(1, (2, 3, 5))).jaxpr.eqns
     (found,) = [eqn for eqn in eqns if eqn.primitive.name == "dot_general"]
     assert found.params["precision"] == (lax.Precision.HIGHEST,) * 2
@@ -111,7 +111,7 @@ def test_xla_still_copies_what_it_multiplies() -> None:
 
     copied = "lhs_contracting_dims={0}, rhs_contracting_dims={1}"
     assert copied in text(update)
-    assert copied not in text(rewritten(update, [row_products.ON_CPUS]))
+    assert copied not in text(rewritten(update, [row_products.IN_ONE_DIMENSION]))
 
 
 def model_of(strategy: kd.Strategy) -> keras.Model:

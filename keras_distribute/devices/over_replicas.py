@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from keras_distribute.devices import divided, in_series, row_products, unknown
+from keras_distribute.devices import divided, in_series, on_cpus, unknown
 from keras_distribute.devices.axes import REPLICA_AXIS
 from keras_distribute.devices.collectives import OVER_REPLICAS_ALONE
 from keras_distribute.devices.convolutions import IN_ORDER
@@ -20,7 +20,7 @@ from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.devices.rewriting import rewritten
 from keras_distribute.devices.series import Series, Value
 
-_IN_LOOPS_OF_CPUS = (IN_ORDER, row_products.ON_CPUS)
+_IN_LOOPS_OF_CPUS = (*on_cpus.OF_ONE_DEVICE, IN_ORDER)
 
 
 def over_replicas(
@@ -39,7 +39,7 @@ def over_replicas(
     if mesh.logical_axes:  # Over which XLA divides it.
         body = rewritten(body, divided.rewritings(None))
     elif mesh.platform == "cpu":
-        body = rewritten(body, [row_products.ON_CPUS])
+        body = rewritten(body, on_cpus.OF_ONE_DEVICE)
     if mesh.num_replicas > 1 or not mesh.logical_axes:
         return jax.shard_map(
             in_turn(body) if mesh.platform == "cpu" else body,

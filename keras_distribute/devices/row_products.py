@@ -71,4 +71,4 @@ def _of_one_dimension(eqn: Any, given: list[Any]) -> list[Any]:
     return [product]
 
 
-ON_CPUS = Rewriting(_is_one, _of_one_dimension)
+IN_ONE_DIMENSION = Rewriting(_is_one, _of_one_dimension)

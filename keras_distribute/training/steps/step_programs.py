@@ -21,7 +21,7 @@ from keras_distribute.devices import (
     divided,
     exports,
     jaxprs,
-    row_products,
+    on_cpus,
     scatters,
 )
 from keras_distribute.devices.launches import Executable, launches
@@ -228,11 +228,15 @@ class StepPrograms:
 
     def _rewritings(self, placed: batches.Placed) -> Sequence[Rewriting]:
         """What may be in the program and is written otherwise."""
+        on_cpu = self._mesh.platform == "cpu"
         if len(self._mesh.devices) == 1:
-            return [row_products.ON_CPUS] if self._mesh.platform == "cpu" else []
+            return on_cpus.OF_ONE_DEVICE if on_cpu else ()
         if self._is_whole[form_of_batch(placed)]:
-            return []
-        return divided.rewritings(None if self._mesh.logical_axes else placed.spread[0])
+            return ()
+        if self._mesh.logical_axes:
+            return divided.rewritings(None)
+        known = divided.rewritings(placed.spread[0])
+        return (*on_cpus.OF_EACH_ROW, *known) if on_cpu else known
 
     def _jitted(self, placed: batches.Placed, size: int) -> tuple[Any, dict[str, Any]]:
         """The program for a form of batch, and where its trace leaves the logs."""
