@@ -18,6 +18,7 @@ NAMES = (
     "exactness",
     "step_time",
     "step_parts",
+    "cpu_programs",
     "startup",
     "processes",
     "parameter_servers",
