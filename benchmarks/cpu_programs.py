@@ -13,6 +13,7 @@ is in an update of the weights, so that how its result lies in memory is the sam
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import time
@@ -67,6 +68,12 @@ def convolution(stride: int, groups: int = 1) -> Callable[[Any, Any], Any]:
     return convolved
 
 
+def pooled(images: Any, _: Any, taps: int) -> Any:
+    return lax.reduce_window(
+        images, -np.inf, lax.max, (1, taps, taps, 1), (1, 2, 2, 1), "VALID"
+    )
+
+
 def gradient_of(
     place: int, function: Callable[[Any, Any], Any]
 ) -> Callable[[Any, Any, Any], Any]:
@@ -100,6 +107,13 @@ def cases() -> Iterator[Case]:
         shapes = ((*image, inputs), (3, 3, inputs, outputs), back)
         title += f"{' × '.join(map(str, image))}: inputs"
         yield Case(title, gradient_of(0, convolution(2)), shapes)
+    for rows, size, channels, taps in [(32, 32, 32, 2), (16, 57, 64, 3)]:
+        images, out = (rows, size, size, channels), (size - taps) // 2 + 1
+        shapes = (images, (), (rows, out, out, channels))
+        title = f"max pooling {taps} × {taps}, stride 2, "
+        title += f"{' × '.join(map(str, images))}: inputs"
+        pooling = functools.partial(pooled, taps=taps)
+        yield Case(title, gradient_of(0, pooling), shapes)
     for rows, size, channels, stride, taps in [
         (8, 112, 32, 1, 3),
         (8, 56, 96, 2, 3),

@@ -3,11 +3,9 @@ are the gradients of a strided convolution's inputs, and `Conv2DTranspose`.
 
 XLA for CPUs (JAX 0.10) is slow at them where there are few channels. Here the outputs
 that take the same elements of the kernel are a convolution of their own, with those
-alone, and the outputs of all are put together. Of 23 such gradients tried, with a
-stride of 2, kernels of 3 x 3 and 4 x 4, 16 or 32 channels and images of 16 x 16 to
-64 x 64, the processors' time is 0.26 to 0.82 of what it was, and the time with two
-cores 0.24 to 1.12, 0.77 in the middle. With more channels it is longer: those of one
-convolution go to several cores.
+alone, and the outputs of all are put together (`benchmarks/cpu_programs.py`). With more
+channels, smaller kernels or 8 channels the time is no shorter: XLA's one convolution
+goes to several cores.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from jax import lax
 
 from keras_distribute.devices.rewriting import Rewriting
 
-_DTYPES = {"float32", "float64"}
+_DTYPES = ({"float32"}, {"float64"})
 _LEAST_CHANNELS = 16
 _MOST_CHANNELS = 32 * 32  # Those of the input times those of the output.
 _LEAST_TAPS = 3
@@ -36,10 +34,11 @@ def _is_one(eqn: Any) -> bool:
     outputs, inputs, *space = params["dimension_numbers"].rhs_spec
     dilations = params["lhs_dilation"]
     taps = [kernel.shape[i] for i in space]
+    avals = [variable.aval for variable in (*eqn.invars, *eqn.outvars)]
     return (
         1 < math.prod(dilations) <= _MOST_PARTS
         and all(one == 1 for one in ones)
-        and all(variable.aval.dtype.name in _DTYPES for variable in eqn.invars)
+        and {aval.dtype.name for aval in avals} in _DTYPES
         and kernel.shape[outputs] >= _LEAST_CHANNELS
         and kernel.shape[outputs] * kernel.shape[inputs] <= _MOST_CHANNELS
         and all(
@@ -47,7 +46,7 @@ def _is_one(eqn: Any) -> bool:
             for t, d in zip(taps, dilations, strict=True)
             if d > 1
         )
-        and all(variable.aval.size for variable in (*eqn.invars, *eqn.outvars))
+        and all(aval.size for aval in avals)
     )
 
 

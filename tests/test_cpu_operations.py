@@ -1,4 +1,4 @@
-"""Convolutions that are written otherwise on CPUs, against JAX's own."""
+"""Convolutions and pooling that are written otherwise on CPUs, against JAX's own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from jax import lax
 from keras import layers
 
 import keras_distribute as kd
-from keras_distribute.devices import depthwise, dilated_inputs, jaxprs, on_cpus
+from keras_distribute.devices import (
+    depthwise,
+    dilated_inputs,
+    jaxprs,
+    on_cpus,
+    pool_gradients,
+)
 from keras_distribute.devices.launches import Executable
 from keras_distribute.devices.rewriting import rewritten
 from tests.support import assert_close, mirrored, mirrored_or_default, numbers_of
@@ -103,6 +109,45 @@ def test_depthwise(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_equal_to_jax(function, DEPTHWISE, array, kernel)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("seed", range(16))
+def test_gradients_of_pooling(seed: int, dtype: str) -> None:
+    """Also where several are the largest, some are no numbers, and windows overlap or
+    leave some out: the same bits.
+    """
+    rng = np.random.default_rng(seed)
+    rank = int(rng.integers(1, 4))
+    window, strides = ((1, *rng.integers(1, 4, rank).tolist(), 1) for _ in range(2))
+    shape = (2, *rng.integers(3, 9, rank).tolist(), 3)
+    array = jnp.asarray(rng.integers(0, 4, shape), dtype)
+    if seed % 2:
+        array = array.at[0, ..., 0].set(jnp.nan)
+    reduction, first = [(lax.max, -np.inf), (lax.min, np.inf)][seed % 3 == 0]
+    start = np.asarray(first, array.dtype)
+
+    def pooled(array: Any) -> Any:
+        return lax.reduce_window(array, start, reduction, window, strides, "VALID")
+
+    def function(array: Any, back: Any) -> Any:
+        return jax.vjp(pooled, array)[1](back)[0]
+
+    back = jnp.asarray(rng.integers(-3, 4, pooled(array).shape), dtype)
+    again = rewritten(function, [pool_gradients.BY_INDEX])
+    assert pool_gradients.BY_INDEX.is_in(jax.make_jaxpr(function)(array, back))
+    assert not pool_gradients.BY_INDEX.is_in(jax.make_jaxpr(again)(array, back))
+    found, expected = jax.jit(again)(array, back), jax.jit(function)(array, back)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_padded_pooling_is_left_alone() -> None:
+    def total(array: Any) -> Any:
+        return jnp.sum(keras.ops.max_pool(array, 3, 2, "same"))
+
+    program = jax.make_jaxpr(jax.grad(total))(jnp.ones((2, 8, 8, 3)))
+    assert jaxprs.has(program, lambda e: e.primitive.name == "select_and_scatter_add")
+    assert not pool_gradients.BY_INDEX.is_in(program)
+
+
 def strided(x: Any, k: Any, **options: Any) -> Any:
     return lax.conv_general_dilated(
         x, k, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), **options
@@ -134,6 +179,27 @@ def test_what_is_left_alone(image: Any, kernel: Any, groups: int, dtype: str) ->
     assert not any(each.is_in(program) for each in on_cpus.OF_ONE_DEVICE)
 
 
+@pytest.mark.parametrize("groups", [1, 16])
+def test_results_of_another_dtype_are_left_alone(groups: int) -> None:
+    with jax.enable_x64(True):
+        image = jnp.ones((2, 8, 8, 16), "float32")
+        kernel = jnp.ones((3, 3, 16 // groups, 16), "float32")
+        program = jax.make_jaxpr(
+            lambda x, k: lax.conv_general_dilated(
+                x,
+                k,
+                (1, 1),
+                [(1, 1), (1, 1)],
+                lhs_dilation=(2, 2),
+                dimension_numbers=("NHWC", "HWIO", "NHWC"),
+                feature_group_count=groups,
+                preferred_element_type="float64",
+            )
+        )(image, kernel)
+    assert program.out_avals[0].dtype == "float64"
+    assert not any(each.is_in(program) for each in on_cpus.OF_ONE_DEVICE)
+
+
 def test_gradients_of_kernels_with_short_rows_are_left_alone() -> None:
     def function(x: Any, k: Any) -> Any:
         return gradients(x, k, feature_group_count=16)
@@ -153,10 +219,12 @@ def model_of(strategy: kd.Strategy) -> keras.Model:
             [
                 keras.Input((9, 9, 3)),
                 layers.Conv2D(16, 3, padding="same", activation="relu"),
-                layers.Conv2D(32, 3, strides=2, activation="relu"),
+                layers.MaxPooling2D(3, 1),
+                layers.Conv2D(32, 3, strides=2, padding="same", activation="relu"),
                 layers.DepthwiseConv2D(3, strides=2, activation="relu"),
                 layers.Conv2DTranspose(16, 3, strides=2),
                 layers.SeparableConv2D(8, 3, dilation_rate=2, padding="same"),
+                layers.MaxPooling2D(2),
                 layers.GlobalAveragePooling2D(),
                 layers.Dense(4),
             ]
