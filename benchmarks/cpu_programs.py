@@ -1,5 +1,5 @@
-"""Matrix products and convolutions that are written otherwise on CPUs, beside what XLA
-makes of them; and a model of many.
+"""Matrix products, convolutions and pooling that are written otherwise on CPUs, beside
+what XLA makes of them; and a model of many.
 
     # Writes results/cpu_programs.md and .json:
     python benchmarks/cpu_programs.py

@@ -72,15 +72,19 @@ def assert_equal_to_jax(function: Any, rewritings: Any, *arrays: Any) -> None:
 
 def assert_alike(found: Any, expected: Any) -> None:
     assert found.dtype == expected.dtype
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    error = 1e-2 if found.dtype == jnp.bfloat16 else 1e-4
+    np.testing.assert_allclose(
+        found.astype("float32"), expected.astype("float32"), rtol=error, atol=error
+    )
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("seed", range(24))
-def test_inputs_with_zeros_between(seed: int) -> None:
+def test_inputs_with_zeros_between(seed: int, dtype: str) -> None:
     drawn = Drawn(seed, 16, (3, 5))
     dilations = [2, *drawn.whole(1, 3)][: drawn.rank]
-    array = drawn.array(2, 4, [size + 2 for size in drawn.sizes], False)
-    kernel = drawn.array(4, 16, drawn.taps, True)
+    array = drawn.array(2, 4, [size + 2 for size in drawn.sizes], False).astype(dtype)
+    kernel = drawn.array(4, 16, drawn.taps, True).astype(dtype)
 
     def function(array: Any, kernel: Any) -> Any:
         return drawn.convolved(array, kernel, lhs_dilation=dilations)
@@ -165,7 +169,6 @@ def gradients(x: Any, k: Any, **options: Any) -> Any:
         ((2, 8, 8, 8), (3, 3, 8, 16), 1, "float32"),  # Few channels.
         ((2, 8, 8, 32), (3, 3, 32, 48), 1, "float32"),  # Many.
         ((2, 8, 8, 16), (2, 2, 16, 16), 1, "float32"),  # Few elements.
-        ((2, 8, 8, 16), (3, 3, 16, 16), 1, "bfloat16"),
         ((2, 8, 8, 16), (3, 3, 8, 16), 2, "float32"),  # Groups of channels.
         ((2, 8, 8, 16), (3, 3, 1, 32), 16, "float32"),  # Each makes two.
         ((2, 8, 8, 16), (3, 3, 1, 16), 16, "bfloat16"),

@@ -18,7 +18,7 @@ from jax import lax
 
 from keras_distribute.devices.rewriting import Rewriting
 
-_DTYPES = ({"float32"}, {"float64"})
+_DTYPES = ({"float32"}, {"float64"}, {"bfloat16"}, {"float16"})
 _LEAST_CHANNELS = 16
 _MOST_CHANNELS = 32 * 32  # Those of the input times those of the output.
 _LEAST_TAPS = 3

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from keras_distribute.devices import depthwise, dilated_inputs, row_products
+from keras_distribute.devices import (
+    depthwise,
+    dilated_inputs,
+    pool_gradients,
+    row_products,
+)
 from keras_distribute.devices.rewriting import Rewriting
 
-OF_EACH_ROW: tuple[Rewriting, ...] = (depthwise.IN_ONE_LOOP, dilated_inputs.IN_PARTS)
+OF_EACH_ROW: tuple[Rewriting, ...] = (
+    depthwise.IN_ONE_LOOP,
+    dilated_inputs.IN_PARTS,
+    pool_gradients.BY_INDEX,
+)
 """Also where XLA divides the rows over the devices."""
 
 OF_ONE_DEVICE: tuple[Rewriting, ...] = (
