@@ -7,13 +7,17 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import keras
 import numpy as np
 
 import keras_distribute as kd
+from keras_distribute.devices.launches import Executable
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def without_tensorflow() -> None:
@@ -129,3 +133,32 @@ def numbers_of(model: Any, x: Any, y: Any) -> list[Any]:
         model.predict(x, **data),
         *model.get_weights(),
     ]
+
+
+def traced_programs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The programs that are made from now on, as they are traced; the list grows."""
+    programs: list[Any] = []
+    original = Executable.__init__
+
+    def noting(self: Any, *args: Any) -> None:
+        original(self, *args)
+        programs.append(self.traced)
+
+    monkeypatch.setattr(Executable, "__init__", noting)
+    return programs
+
+
+def assert_the_same_bits_in_series(
+    model_of: Callable[[kd.Strategy], Any], x: Any, y: Any, batch_size: int
+) -> None:
+    """Whether four replicas train to the same weights on 1, 2 and 4 devices."""
+
+    def weights(devices: int) -> Any:
+        model = model_of(mirrored(devices, num_replicas=4, deterministic=True))
+        model.fit(x, y, batch_size=batch_size, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    one, two, four = weights(1), weights(2), weights(4)
+    for a, b, c in zip(one, two, four, strict=True):
+        np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(a, c)

@@ -20,9 +20,16 @@ from keras_distribute.devices import (
     on_cpus,
     pool_gradients,
 )
-from keras_distribute.devices.launches import Executable
+from keras_distribute.devices.convolutions import is_convolution
 from keras_distribute.devices.rewriting import rewritten
-from tests.support import assert_close, mirrored, mirrored_or_default, numbers_of
+from tests.support import (
+    assert_close,
+    assert_the_same_bits_in_series,
+    mirrored,
+    mirrored_or_default,
+    numbers_of,
+    traced_programs,
+)
 
 DEPTHWISE = (depthwise.IN_ONE_LOOP, depthwise.KERNELS_BY_ROWS)
 
@@ -245,35 +252,15 @@ def test_models_have_the_numbers_of_one_device(
     replicas: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(depthwise, "_LEAST_ROW", 1)
-    programs = []
-    original = Executable.__init__
-
-    def noting(self: Any, *args: Any) -> None:
-        original(self, *args)
-        programs.append(self.traced)
-
-    monkeypatch.setattr(Executable, "__init__", noting)
+    programs = traced_programs(monkeypatch)
     expected = numbers_of(model_of(mirrored_or_default(0)), X, Y)
     before = len(programs)
     assert_close(numbers_of(model_of(mirrored(replicas)), X, Y), expected)
-    steps = [p for p in programs[before:] if jaxprs.has(p, convolves)]
+    steps = [p for p in programs[before:] if jaxprs.has(p, is_convolution)]
     assert steps
     for rewriting in on_cpus.OF_ONE_DEVICE:
         assert not any(jaxprs.has(each, rewriting.is_one) for each in steps)
 
 
-def convolves(eqn: Any) -> bool:
-    return eqn.primitive.name == "conv_general_dilated"
-
-
 def test_replicas_in_series() -> None:
-    def weights(devices: int) -> Any:
-        strategy = mirrored(devices, num_replicas=4, deterministic=True)
-        model = model_of(strategy)
-        model.fit(X, Y, batch_size=32, epochs=2, shuffle=False, verbose=0)
-        return model.get_weights()
-
-    one, two, four = weights(1), weights(2), weights(4)
-    for a, b, c in zip(one, two, four, strict=True):
-        np.testing.assert_array_equal(a, b)
-        np.testing.assert_array_equal(a, c)
+    assert_the_same_bits_in_series(model_of, X, Y, batch_size=32)

@@ -14,9 +14,15 @@ from keras import layers
 
 import keras_distribute as kd
 from keras_distribute.devices import jaxprs, row_products
-from keras_distribute.devices.launches import Executable
 from keras_distribute.devices.rewriting import rewritten
-from tests.support import assert_close, mirrored, mirrored_or_default, numbers_of
+from tests.support import (
+    assert_close,
+    assert_the_same_bits_in_series,
+    mirrored,
+    mirrored_or_default,
+    numbers_of,
+    traced_programs,
+)
 
 
 def is_of_several_dimensions(eqn: Any) -> bool:
@@ -138,14 +144,7 @@ X, Y = drawn(0, (80, 6, 3)), drawn(1, (80, 4))
 def test_fit_has_fast_products_alone(
     replicas: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    programs = []
-    original = Executable.__init__
-
-    def noting(self: Any, *args: Any) -> None:
-        original(self, *args)
-        programs.append(self.traced)
-
-    monkeypatch.setattr(Executable, "__init__", noting)
+    programs = traced_programs(monkeypatch)
     model = model_of(mirrored(replicas))
     model.fit(X, Y, batch_size=64, epochs=1, verbose=0)
     assert programs
@@ -161,13 +160,4 @@ def test_numbers_are_those_of_one_device(replicas: int) -> None:
 
 
 def test_replicas_in_series() -> None:
-    def weights(devices: int) -> Any:
-        strategy = mirrored(devices, num_replicas=4, deterministic=True)
-        model = model_of(strategy)
-        model.fit(X, Y, batch_size=64, epochs=2, shuffle=False, verbose=0)
-        return model.get_weights()
-
-    one, two, four = weights(1), weights(2), weights(4)
-    for a, b, c in zip(one, two, four, strict=True):
-        np.testing.assert_array_equal(a, b)
-        np.testing.assert_array_equal(a, c)
+    assert_the_same_bits_in_series(model_of, X, Y, batch_size=64)

@@ -28,9 +28,13 @@ _OTHER = (
 )
 
 
+def is_convolution(eqn: Any) -> bool:
+    """Whether an operation is a convolution."""
+    return eqn.primitive.name == "conv_general_dilated"
+
+
 def _is_one(eqn: Any) -> bool:
-    is_convolution = eqn.primitive.name == "conv_general_dilated"
-    return is_convolution and len(eqn.params["dimension_numbers"].out_spec) <= 5
+    return is_convolution(eqn) and len(eqn.params["dimension_numbers"].out_spec) <= 5
 
 
 def _in_order(eqn: Any, given: Sequence[Any]) -> list[Any]:

@@ -20,7 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from keras_distribute.devices.convolutions import is_convolution
 from keras_distribute.devices.rewriting import Rewriting
+from keras_distribute.devices.strided import elements
 
 _DTYPES = ({"float32"}, {"float64"})
 _MOST_TAPS = 64  # Elements of the kernel, each an operation of the program.
@@ -57,7 +59,7 @@ def _is_of_their_kernel(eqn: Any) -> bool:
 
 
 def _is_taken(eqn: Any) -> bool:
-    if eqn.primitive.name != "conv_general_dilated":
+    if not is_convolution(eqn):
         return False
     avals = [variable.aval for variable in (*eqn.invars, *eqn.outvars)]
     has_dtype = {aval.dtype.name for aval in avals} in _DTYPES
@@ -134,12 +136,8 @@ def _window(
         sizes: How many places there are.
     """
     starts = [t * step for t, step in zip(tap, steps, strict=True)]
-    ends = [
-        start + stride * (size - 1) + 1
-        for start, stride, size in zip(starts, strides, sizes, strict=True)
-    ]
-    first, last = (0, *starts, 0), (array.shape[0], *ends, array.shape[-1])
-    return lax.slice(array, first, last, (1, *strides, 1))
+    whole = array.shape[0], *sizes, array.shape[-1]
+    return elements(array, (0, *starts, 0), (1, *strides, 1), whole)
 
 
 def _in_order(array: Any, spec: Sequence[int]) -> Any:

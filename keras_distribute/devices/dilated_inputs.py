@@ -16,7 +16,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from keras_distribute.devices.convolutions import is_convolution
 from keras_distribute.devices.rewriting import Rewriting
+from keras_distribute.devices.strided import together
 
 _DTYPES = ({"float32"}, {"float64"}, {"bfloat16"}, {"float16"})
 _LEAST_CHANNELS = 16
@@ -26,7 +28,7 @@ _MOST_PARTS = 8
 
 
 def _is_one(eqn: Any) -> bool:
-    if eqn.primitive.name != "conv_general_dilated":
+    if not is_convolution(eqn):
         return False
     params, kernel = eqn.params, eqn.invars[1].aval
     ones = (*params["window_strides"], *params["rhs_dilation"])
@@ -89,8 +91,7 @@ def _convolved(
         }
         taken = lax.slice_in_dim(array, first, last, 1, own)
         parts.append(_convolved(taken, some, changed, part_shape))
-    together = lax.collapse(jnp.stack(parts, out + 1), out, out + 2)
-    return lax.slice_in_dim(together, 0, shape[out], 1, out)
+    return lax.slice_in_dim(together(parts, out), 0, shape[out], 1, out)
 
 
 IN_PARTS = Rewriting(_is_one, _in_parts)

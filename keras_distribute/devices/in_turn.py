@@ -23,11 +23,22 @@ from keras_distribute.devices import jaxprs, unknown
 from keras_distribute.devices.communication import HOLDING
 from keras_distribute.devices.flat_arrays import is_key
 from keras_distribute.devices.replication_proof import communicates
+from keras_distribute.devices.rewriting import Rewriting, all_traced_again
 
 
-def in_turn(body: Callable[..., Any]) -> Callable[..., Any]:
-    """The program of one device, whose collectives wait for loops and conditions."""
-    return jaxprs.by_changed_program(body, _written)
+def in_turn(
+    body: Callable[..., Any], rewritings: Sequence[Rewriting] = ()
+) -> Callable[..., Any]:
+    """The program of one device, whose collectives wait for loops and conditions.
+
+    Args:
+        rewritings: What else is written otherwise, before.
+    """
+
+    def change(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
+        return _written(all_traced_again(program, rewritings))
+
+    return jaxprs.by_changed_program(body, change)
 
 
 def _written(program: core.ClosedJaxpr) -> core.ClosedJaxpr:

@@ -17,7 +17,7 @@ from keras_distribute.devices.convolutions import IN_ORDER
 from keras_distribute.devices.in_turn import in_turn
 from keras_distribute.devices.merging import merged
 from keras_distribute.devices.mesh import ReplicaMesh
-from keras_distribute.devices.rewriting import rewritten
+from keras_distribute.devices.rewriting import all_traced_again, rewritten
 from keras_distribute.devices.series import Series, Value
 
 _IN_LOOPS_OF_CPUS = (*on_cpus.OF_ONE_DEVICE, IN_ORDER)
@@ -36,13 +36,13 @@ def over_replicas(
     """
     if mesh.series is not None:
         return _in_series(mesh, mesh.series, body, in_specs, out_specs)
+    on_cpu = mesh.platform == "cpu"
+    rewritings = on_cpus.OF_ONE_DEVICE if on_cpu else ()
     if mesh.logical_axes:  # Over which XLA divides it.
-        body = rewritten(body, divided.rewritings(None))
-    elif mesh.platform == "cpu":
-        body = rewritten(body, on_cpus.OF_ONE_DEVICE)
+        rewritings = divided.rewritings(None)
     if mesh.num_replicas > 1 or not mesh.logical_axes:
         return jax.shard_map(
-            in_turn(body) if mesh.platform == "cpu" else body,
+            in_turn(body, rewritings) if on_cpu else rewritten(body, rewritings),
             mesh=mesh.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
@@ -52,7 +52,8 @@ def over_replicas(
 
     def alone(*arguments: Any) -> Any:
         # XLA has no collectives of one device beside automatic axes.
-        results = jax.vmap(lambda _: body(*arguments), axis_name=REPLICA_AXIS)(
+        function = rewritten(body, rewritings)
+        results = jax.vmap(lambda _: function(*arguments), axis_name=REPLICA_AXIS)(
             jnp.zeros(1)
         )
         return jax.tree.map(lambda result: result[0], results)
@@ -91,10 +92,7 @@ def _in_series(
         program, results = jax.make_jaxpr(
             one_replica, axis_env=axes, return_shape=True
         )(*shapes)
-        parts = program
-        for rewriting in rewritings:
-            parts = rewriting.traced_again(parts, axes)
-        parts = merged(parts)
+        parts = merged(all_traced_again(program, rewritings, axes))
         out = _for_leaves(out_specs, results)
         returned = list(map(_split_axis, out))
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from keras_distribute.devices.rewriting import Rewriting
+from keras_distribute.devices.strided import elements, together
 
 _MOST_ELEMENTS = 64  # Of a window; each is an operation of the program.
 
@@ -53,19 +54,16 @@ def _by_index(eqn: Any, given: list[Any]) -> list[Any]:
 
     def of_phase(phase: tuple[int, ...]) -> Any:
         """The result at every stride-th place, from these on."""
-        parts = [jnp.zeros(sizes, back.dtype)]
-        for index, place in enumerate(places):
-            apart = [p - f for p, f in zip(place, phase, strict=True)]
-            if any(a % s for a, s in zip(apart, strides, strict=True)):
-                continue
-            moved = [a // s for a, s in zip(apart, strides, strict=True)]
-            if min(moved) < 0:
-                continue
-            first = [before - m for before, m in zip(reach, moved, strict=True)]
+        own = map(range, phase, window, strides)
+        parts = []
+        for place in itertools.product(*own):
+            first = [r - p // s for r, p, s in zip(reach, place, strides, strict=True)]
             last = [f + size for f, size in zip(first, sizes, strict=True)]
-            is_chosen = lax.slice(chosen, first, last) == index
+            is_chosen = lax.slice(chosen, first, last) == places.index(place)
             parts.append(jnp.where(is_chosen, lax.slice(back, first, last), 0))
-        return functools.reduce(operator.add, parts[1:] or parts)
+        if not parts:  # Between the windows.
+            return jnp.zeros(sizes, back.dtype)
+        return functools.reduce(operator.add, parts)
 
     def from_phases(phase: tuple[int, ...]) -> Any:
         """The result, from those of all phases that begin so."""
@@ -73,9 +71,7 @@ def _by_index(eqn: Any, given: list[Any]) -> list[Any]:
         if place == array.ndim:
             return of_phase(phase)
         parts = [from_phases((*phase, next_)) for next_ in range(strides[place])]
-        if len(parts) == 1:
-            return parts[0]
-        return lax.collapse(jnp.stack(parts, place + 1), place, place + 2)
+        return together(parts, place) if len(parts) > 1 else parts[0]
 
     whole = from_phases(())
     return [lax.slice(whole, [0] * array.ndim, array.shape)]
@@ -89,16 +85,9 @@ def _chosen(
     select: Any,
 ) -> Any:
     """Which element of its window each result is: the first of those that are equal."""
-    best, chosen = None, jnp.zeros(shape, jnp.int32)
-    for index, place in enumerate(places):
-        ends = [
-            start + stride * (length - 1) + 1
-            for start, stride, length in zip(place, strides, shape, strict=True)
-        ]
-        element = lax.slice(array, place, ends, strides)
-        if best is None:
-            best = element
-            continue
+    first, *others = (elements(array, place, strides, shape) for place in places)
+    best, chosen = first, jnp.zeros(shape, jnp.int32)
+    for index, element in enumerate(others, 1):
         is_kept = select.bind(best, element)
         best = jnp.where(is_kept, best, element)
         chosen = jnp.where(is_kept, chosen, jnp.int32(index))

@@ -59,12 +59,23 @@ def rewritten(
 ) -> Callable[..., Any]:
     """The same function, with those of the rewritings that it needs."""
 
-    def change(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
-        for rewriting in rewritings:
-            program = rewriting.traced_again(program)
-        return program
-
+    change = functools.partial(all_traced_again, rewritings=rewritings)
     return jaxprs.by_changed_program(function, change)
+
+
+def all_traced_again(
+    program: core.ClosedJaxpr,
+    rewritings: Sequence[Rewriting],
+    axes: Sequence[tuple[str, int]] = (),
+) -> core.ClosedJaxpr:
+    """A program with those of the rewritings that it needs; itself if it needs none.
+
+    Args:
+        axes: Those over which it communicates, with their lengths.
+    """
+    for rewriting in rewritings:
+        program = rewriting.traced_again(program, axes)
+    return program
 
 
 def may_be_divided(

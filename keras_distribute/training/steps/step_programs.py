@@ -24,9 +24,10 @@ from keras_distribute.devices import (
     on_cpus,
     scatters,
 )
+from keras_distribute.devices.convolutions import is_convolution
 from keras_distribute.devices.launches import Executable, launches
 from keras_distribute.devices.mesh import REPLICA_AXIS, ReplicaMesh, copied_to_devices
-from keras_distribute.devices.rewriting import Rewriting
+from keras_distribute.devices.rewriting import Rewriting, all_traced_again
 from keras_distribute.errors import ValueStructureError
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training import batches
@@ -212,9 +213,7 @@ class StepPrograms:
             self._is_whole[key] = scatters_rows
             if scatters_rows:
                 return self._jitted(placed, size)
-        program = traced.jaxpr
-        for each in self._rewritings(placed):
-            program = each.traced_again(program)
+        program = all_traced_again(traced.jaxpr, self._rewritings(placed))
         if program is traced.jaxpr:
             return made, found
         structure = jax.tree.structure(traced.out_info)
@@ -338,7 +337,7 @@ class StepPrograms:
         program, _ = self._program(placed, 1, state, placed.data)
         with launches.tracing:
             traced = program.trace(state, placed.data)
-        convolves = on_cpu and jaxprs.has(traced.jaxpr, _convolves)
+        convolves = on_cpu and jaxprs.has(traced.jaxpr, is_convolution)
         return not convolves and not self._is_whole.get(form_of_batch(placed), False)
 
     def _form_of_state(self) -> list[Any]:
@@ -436,7 +435,3 @@ def _stacked(leaves: Sequence[Any], mesh: ReplicaMesh) -> Any:
 def _is_even(placed: batches.Placed) -> bool:
     """Whether the replicas have the same number of rows of all that is divided."""
     return all(count == batches.WHOLE for count in placed.rows)
-
-
-def _convolves(eqn: Any) -> bool:
-    return eqn.primitive.name.startswith("conv_general_dilated")
