@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -32,8 +33,11 @@ OF_HOSTS = {
     "openmpi": ("--mca", "plm_rsh_agent", "{ssh}", "--host", "hosta:2,hostb:2"),
     "mpich": ("-launcher", "ssh", "-launcher-exec", "{ssh}", "-hosts", "hosta,hostb"),
 }
+# The daemons of Open MPI on one host would race for one folder, so each has its own.
 SSH = """#!/bin/sh
-while [ "${1#-}" != "$1" ]; do shift; done
+while [ "${{1#-}}" != "$1" ]; do shift; done
+mkdir -p {folder}/$1
+export TMPDIR={folder}/$1
 shift
 exec sh -c "$*"
 """
@@ -140,11 +144,13 @@ def test_mpirun_gives_the_numbers_of_one_device(kind, environment, tmp_path):
 
 def test_several_hosts(kind, environment, tmp_path):
     ssh = tmp_path / "ssh"
-    ssh.write_text(SSH)
-    ssh.chmod(0o755)
-    options = [option.format(ssh=ssh) for option in OF_HOSTS[kind]]
-    job = started(kind, environment, tmp_path, options=options)
-    output, errors = said(job)
+    # A short path: it becomes a part of sockets' names.
+    with tempfile.TemporaryDirectory() as folder:
+        ssh.write_text(SSH.format(folder=folder))
+        ssh.chmod(0o755)
+        options = [option.format(ssh=ssh) for option in OF_HOSTS[kind]]
+        job = started(kind, environment, tmp_path, options=options)
+        output, errors = said(job)
     assert job.returncode == 0, errors
     assert losses(output) == losses(OUTPUT), errors
     assert re.search("4 replicas, by .*; coordinator (?!127)", errors), errors
