@@ -7,6 +7,7 @@ import gc
 import os
 import pathlib
 import sys
+import zlib
 from importlib import metadata
 
 from packaging.version import Version
@@ -36,6 +37,7 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from keras_distribute.training.steps import packed_state
 from tests import selection
 
 try:
@@ -161,6 +163,15 @@ def programs_share_a_context():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mlir, "make_ir_context", functools.cache(mlir.make_ir_context))
         yield
+
+
+@pytest.fixture(autouse=True)
+def half_of_the_tests_carry_weights_as_on_accelerators(request, monkeypatch):
+    """On CPUs a few small weights are one long weight to the optimizer, elsewhere it
+    takes many: chosen by the name of a test, so that each is tested all over.
+    """
+    if zlib.crc32(request.node.name.encode()) % 2:
+        monkeypatch.setattr(packed_state, "MANY_WEIGHTS_ON_CPUS", packed_state.MANY)
 
 
 @pytest.fixture

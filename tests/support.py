@@ -15,6 +15,7 @@ import numpy as np
 
 import keras_distribute as kd
 from keras_distribute.devices.launches import Executable
+from keras_distribute.training.steps import packed_state
 
 if TYPE_CHECKING:
     import pytest
@@ -48,6 +49,12 @@ def central(replicas: int, *args: Any) -> kd.experimental.CentralStorageStrategy
     """`CentralStorageStrategy` on the first `replicas` CPU devices."""
     devices = [f"cpu:{i}" for i in range(replicas)]
     return kd.experimental.CentralStorageStrategy(devices, *args)
+
+
+def pack_from(patch: pytest.MonkeyPatch, many: int | None) -> None:
+    """So many small arrays share a buffer, on any device; for `None` none do."""
+    for name in ("MANY", "MANY_WEIGHTS_ON_CPUS"):
+        patch.setattr(packed_state, name, many or sys.maxsize)
 
 
 def mirrored_or_default(replicas: int) -> kd.Strategy:

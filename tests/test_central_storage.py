@@ -11,8 +11,7 @@ import pytest
 
 import keras_distribute as kd
 from keras_distribute.strategies import central_storage
-from keras_distribute.training.steps import packed_state
-from tests.support import central, mirrored
+from tests.support import central, mirrored, pack_from
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(40, 6).astype("float32")
@@ -150,7 +149,7 @@ def test_several_steps_in_one_dispatch_copy_once(strategy):
 @pytest.mark.parametrize("optimizer", ["adam", "muon"])
 def test_a_state_in_buffers_rests_too(strategy, optimizer, monkeypatch):
     """Adam's step sees one long weight, Muon's is packed."""
-    monkeypatch.setattr(packed_state, "MANY", 4)
+    pack_from(monkeypatch, 4)
 
     def make():
         chosen = keras.optimizers.Muon(0.01) if optimizer == "muon" else "adam"

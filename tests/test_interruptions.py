@@ -19,8 +19,8 @@ from keras import layers
 import keras_distribute as kd
 from keras_distribute import context
 from keras_distribute.training import calls
-from keras_distribute.training.steps import packed_state
 from tests.interruptions import Interrupter
+from tests.support import pack_from
 
 TRIES = int(os.environ.get("INTERRUPTIONS", "3"))
 RNG = np.random.RandomState(0)
@@ -151,7 +151,7 @@ def noting(model: keras.Model, call: str, states: dict[bytes, int]) -> None:
 def made(request: Any, monkeypatch: Any) -> tuple[keras.Model, str]:
     kind, call = request.param
     if kind.startswith("packed"):
-        monkeypatch.setattr(packed_state, "MANY", 4)
+        pack_from(monkeypatch, 4)
         kind = "global" if "global" in kind else "local"
     with kd.MirroredStrategy(DEVICES).scope():
         keras.utils.set_random_seed(0)

@@ -11,8 +11,7 @@ import pytest
 from keras import layers
 
 from keras_distribute.errors import VariableScopeError
-from keras_distribute.training.steps import packed_state
-from tests.support import assert_close, mirrored_or_default
+from tests.support import assert_close, mirrored_or_default, pack_from
 
 pytestmark = pytest.mark.sampled(8)
 
@@ -36,7 +35,7 @@ def built(replicas: int, cls: Any = keras.Sequential) -> keras.Model:
 
 @pytest.fixture(params=["packed", "one by one"])
 def packed(request: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(packed_state, "MANY", 2 if request.param == "packed" else 10**9)
+    pack_from(monkeypatch, 2 if request.param == "packed" else None)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4, 8])

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import keras_distribute as kd
-from keras_distribute.training.steps import packed_state
-from tests.support import mirrored
+from tests.support import mirrored, pack_from
 
 from . import training
 
@@ -29,13 +28,10 @@ def drawn(seed):
 @functools.cache
 def trained(replicas, is_packed):
     """A model after an epoch, and its bits then."""
-    many = packed_state.MANY
-    packed_state.MANY = 4 if is_packed else 10**9
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        pack_from(patch, 4 if is_packed else None)
         model = training.built(mirrored(replicas))
         training.fitted(model)
-    finally:
-        packed_state.MANY = many
     every = [v for group in training.variables_of(model).values() for v in group]
     return model, [(variable, np.array(variable.value)) for variable in every]
 

@@ -7,8 +7,7 @@ import logging
 import pytest
 
 import keras_distribute as kd
-from keras_distribute.training.steps import packed_state
-from tests.support import mirrored
+from tests.support import mirrored, pack_from
 
 from . import training
 
@@ -17,7 +16,7 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.fixture(params=[False, True], ids=["one by one", "packed"])
 def is_packed(request, monkeypatch):
-    monkeypatch.setattr(packed_state, "MANY", 4 if request.param else 10**9)
+    pack_from(monkeypatch, 4 if request.param else None)
     return request.param
 
 

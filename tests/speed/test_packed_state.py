@@ -14,7 +14,7 @@ from keras import layers, optimizers
 
 import keras_distribute as kd
 from keras_distribute.training.steps import packed_state
-from tests.support import mirrored, mirrored_or_default
+from tests.support import mirrored, mirrored_or_default, pack_from, traced_programs
 
 pytestmark = pytest.mark.sampled(7)
 
@@ -24,7 +24,7 @@ X, Y = RNG.randn(42, 6).astype("float32"), RNG.randint(0, 3, 42)
 
 @pytest.fixture(params=["packed", "one by one"])
 def packed(request: Any, monkeypatch: Any) -> bool:
-    monkeypatch.setattr(packed_state, "MANY", 4 if request.param == "packed" else 10**9)
+    pack_from(monkeypatch, 4 if request.param == "packed" else None)
     return request.param == "packed"
 
 
@@ -128,7 +128,7 @@ def flat(model: keras.Model) -> bool:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_that_take_elements_one_by_one(name: str, monkeypatch: Any) -> None:
     expected = trained(built(0, OPTIMIZERS[name]))
-    monkeypatch.setattr(packed_state, "MANY", 4)
+    pack_from(monkeypatch, 4)
     model = built(2, OPTIMIZERS[name])
     assert_close(trained(model), expected)
     assert flat(model)
@@ -137,7 +137,7 @@ def test_optimizers_that_take_elements_one_by_one(name: str, monkeypatch: Any) -
 @pytest.mark.parametrize("name", WHOLE)
 def test_optimizers_that_look_at_whole_weights(name: str, monkeypatch: Any) -> None:
     expected = trained(built(0, WHOLE[name]))
-    monkeypatch.setattr(packed_state, "MANY", 4)
+    pack_from(monkeypatch, 4)
     model = built(2, WHOLE[name])
     assert_close(trained(model), expected)
     assert not flat(model)
@@ -150,7 +150,7 @@ def test_replica_counts_with_a_short_last_batch(
 ) -> None:
     """With `large`, some weights are too large for a buffer."""
     expected = trained(built(0, OPTIMIZERS["AdamW"]), tails=True)
-    monkeypatch.setattr(packed_state, "MANY", 4)
+    pack_from(monkeypatch, 4)
     monkeypatch.setattr(packed_state, "SMALL_BYTES", 160 if large else 10**6)
     actual = trained(built(replicas, OPTIMIZERS["AdamW"]), tails=True)
     assert_close(actual, expected)
@@ -171,7 +171,7 @@ def test_layers(name: str, monkeypatch: Any) -> None:
     """What mixes rows, draws, or has rules of its own steps over the whole batch."""
     adam = OPTIMIZERS["Adam"]
     expected = trained(built(4, adam, INSIDE[name]))
-    monkeypatch.setattr(packed_state, "MANY", 4)
+    pack_from(monkeypatch, 4)
     actual = trained(built(4, adam, INSIDE[name]))
     if name == "half":
         np.testing.assert_allclose(
@@ -298,7 +298,7 @@ def test_later_epochs_compile_nothing(packed: bool, compilations: Any) -> None:
 
 def test_what_is_read_and_set_each_epoch_is_in_no_buffer(monkeypatch: Any) -> None:
     """Metrics and the learning rate, beside moving statistics, which are in one."""
-    monkeypatch.setattr(packed_state, "MANY", 4)
+    pack_from(monkeypatch, 4)
     norms = [layers.BatchNormalization] * 2
     model = built(2, lambda: optimizers.Adam(0.01), *norms)
     slower = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
@@ -323,8 +323,8 @@ def test_what_is_read_and_set_each_epoch_is_in_no_buffer(monkeypatch: Any) -> No
 def test_few_arrays_and_one_reduction(monkeypatch: Any) -> None:
     """What the packing is for."""
     found: dict[bool, tuple[int, int]] = {}
-    for many in (4, 10**9):
-        monkeypatch.setattr(packed_state, "MANY", many)
+    for many in (4, None):
+        pack_from(monkeypatch, many)
         model = built(4, OPTIMIZERS["Adam"])
         texts: list[str] = []
         from keras_distribute.training.steps import compiled_step
@@ -357,7 +357,7 @@ def test_few_arrays_and_one_reduction(monkeypatch: Any) -> None:
 
 
 def test_layers_frozen_without_compiling_again(monkeypatch: Any) -> None:
-    monkeypatch.setattr(packed_state, "MANY", 4)
+    pack_from(monkeypatch, 4)
     model = built(2, OPTIMIZERS["Adam"])
     model.fit(X, Y, batch_size=8, verbose=0)
     model.layers[0].trainable = False
@@ -374,7 +374,7 @@ def test_predictions_after_layers_were_frozen_without_compiling_again(
     strategy: str, monkeypatch: Any
 ) -> None:
     """Layers of one shape, frozen in turn: their values do not change places."""
-    monkeypatch.setattr(packed_state, "MANY", 4 if strategy == "packed" else 10**9)
+    pack_from(monkeypatch, 4 if strategy == "packed" else None)
     options = {"shard_variables": True, "min_shard_bytes": 16}
     placed = kd.MirroredStrategy(
         ["cpu:0", "cpu:1"], **(options if strategy == "divided" else {})
@@ -457,7 +457,7 @@ def test_a_loss_that_reads_weights_trains_them(packed: bool) -> None:
 
 
 def test_a_large_weight_of_another_dtype_keeps_it(monkeypatch: Any) -> None:
-    monkeypatch.setattr(packed_state, "MANY", 4)
+    pack_from(monkeypatch, 4)
     model = built(2, OPTIMIZERS["SGD"], INSIDE["half"])
     dtypes = [v.dtype for v in model.variables]
     model.fit(X, Y, batch_size=8, verbose=0)
@@ -480,3 +480,21 @@ def test_a_step_of_ones_own_may_return_tuples(packed: bool) -> None:
         )
     model.fit(X, Y, batch_size=8, verbose=0)
     assert int(model.optimizer.iterations) == 6
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_few_weights_are_one_on_cpus(replicas: int, monkeypatch: Any) -> None:
+    """Where replicas share their cores."""
+    pack_from(monkeypatch, 64)
+    monkeypatch.setattr(packed_state, "MANY_WEIGHTS_ON_CPUS", 3)
+    traced = traced_programs(monkeypatch)
+    with mirrored(replicas).scope():
+        model = keras.Sequential(
+            [keras.Input((6,)), layers.Dense(4), layers.Dense(3, use_bias=False)]
+        )
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy())
+    model.fit(X[:8], Y[:8], batch_size=8, verbose=0)
+    shapes = [aval.shape for aval in traced[0].jaxpr.in_avals]
+    assert ((40,) in shapes) == (replicas == 2)
+    assert ((6, 4) in shapes) == (replicas == 1)

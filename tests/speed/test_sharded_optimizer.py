@@ -11,8 +11,8 @@ import pytest
 from keras import optimizers
 
 import keras_distribute as kd
-from keras_distribute.training.steps import packed_state
 from tests.processes import sharded
+from tests.support import pack_from
 
 pytestmark = pytest.mark.sampled(6)
 
@@ -38,7 +38,7 @@ def bytes_of_slots(model: keras.Model) -> tuple[int, int]:
 
 @pytest.fixture(params=["packed", "one by one"], autouse=True)
 def packed(request: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(packed_state, "MANY", 4 if request.param == "packed" else 10**9)
+    pack_from(monkeypatch, 4 if request.param == "packed" else None)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4, 8])

@@ -23,11 +23,14 @@ from keras_distribute.devices.by_rows.values import (
 def broadcast_in_dim(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
     """New dimensions, and dimensions of length 1 made longer."""
     value, shape = values[0], eqn.params["shape"]
-    if value.partial and replica.rows in shape:
+    dims = eqn.params["broadcast_dimensions"]
+    old = dict(zip(dims, jnp.shape(value.array), strict=True))
+    longer = [size for dim, size in enumerate(shape) if old.get(dim) != size]
+    if value.partial and replica.rows in longer:
         return replica.same(eqn, values)  # A sum is smaller than copies of it.
     if value.rows is None:
         return linear(replica, eqn, values)
-    dim = eqn.params["broadcast_dimensions"][value.rows]
+    dim = dims[value.rows]
     own = replica.divided_at(shape, dim)
     return replica.apply(eqn, [value.array], dim, shape=own)
 

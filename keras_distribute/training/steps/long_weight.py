@@ -1,4 +1,4 @@
-"""The training step of a model with many small weights: they are one long weight to the
+"""The training step of a model with small weights: they are one long weight to the
 optimizer.
 
 Most optimizers treat each element of a weight by itself, so it makes no difference to
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from keras_distribute import context
+from keras_distribute import checks, context
 from keras_distribute._compat import optimizer as compat_optimizer
 from keras_distribute._compat.train_step import has_keras_step
 from keras_distribute._compat.trainer import TrainState
@@ -94,7 +94,7 @@ class FlatStep:
             and w.dtype == weights[0].dtype
             and i not in divided
         ]
-        if len(small) < packed_state.MANY:
+        if len(small) < packed_state.many_weights(mesh):
             return None
         optimizer, variables = trainer.optimizer, trainer.trainable_variables
         alone = compat_optimizer.takes_elements_alone(optimizer, variables)
@@ -133,7 +133,8 @@ class FlatStep:
     def name_of(self, number: int) -> str:
         """What a gradient is of, in words."""
         if number == 0:
-            return f"{len(self._small)} small weights together"
+            paths = [self._trainer.trainable_variables[i].path for i in self._small]
+            return f"{len(paths)} small weights together ({checks.listed(paths)})"
         return self._trainer.trainable_variables[self._large[number - 1]].path
 
     def _restored(self, weights: list[Any]) -> list[Any]:

@@ -26,6 +26,9 @@ from keras_distribute.training.steps import buffer_slices
 SMALL_BYTES = 64 * 1024
 # Fewer small arrays are carried one by one: to take a buffer apart costs time, too.
 MANY = 64
+# Replicas on CPUs share few cores, and XLA hands what need not wait from thread to
+# thread, of which an update has several operations for each weight: a few pay as one.
+MANY_WEIGHTS_ON_CPUS = 3
 
 Place = tuple[int, int]
 State = tuple[Any, ...]  # Groups of arrays, each a list.
@@ -232,6 +235,12 @@ def form_of(
     return tuple(
         tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in group) for group in state
     )
+
+
+def many_weights(mesh: ReplicaMesh) -> int:
+    """How many small weights are one long weight."""
+    on_cpus = mesh.platform == "cpu" and mesh.num_replicas > 1
+    return MANY_WEIGHTS_ON_CPUS if on_cpus else MANY
 
 
 def is_small(array: Any) -> bool:
