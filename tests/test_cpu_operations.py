@@ -222,7 +222,7 @@ def test_gradients_of_kernels_with_short_rows_are_left_alone() -> None:
     assert depthwise.KERNELS_BY_ROWS.is_in(program(2 * 64))
 
 
-def model_of(strategy: kd.Strategy) -> keras.Model:
+def model_of(strategy: kd.Strategy, fused: int = 1) -> keras.Model:
     keras.utils.set_random_seed(0)
     with strategy.scope():
         model = keras.Sequential(
@@ -239,7 +239,7 @@ def model_of(strategy: kd.Strategy) -> keras.Model:
                 layers.Dense(4),
             ]
         )
-        model.compile("sgd", "mse")
+        model.compile("sgd", "mse", steps_per_execution=fused)
     return model
 
 

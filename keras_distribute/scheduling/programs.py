@@ -19,7 +19,9 @@ import numpy as np
 from jax.extend import core
 
 from keras_distribute import checks
+from keras_distribute.devices import on_cpus
 from keras_distribute.devices.jaxprs import part_of
+from keras_distribute.devices.rewriting import all_traced_again
 from keras_distribute.errors import VariableScopeError
 from keras_distribute.remote.frames import Header
 from keras_distribute.run.arguments import Call
@@ -206,7 +208,7 @@ class _Made:
         self._trace, self._on_servers = trace, on_servers
         self._updates = updates
         self._looked = _looked_up(trace, program, on_servers, updates.refuses_rows)
-        self._program = self._looked.program
+        self._program = self._run = self._looked.program
         self._first = len(program.jaxpr.outvars) - len(trace.written)
         self._index = {id(variable): i for i, variable in enumerate(trace.known)}
 
@@ -215,6 +217,8 @@ class _Made:
     ) -> Traced:
         """The program, exported."""
         trace, written = self._trace, self._trace.written
+        if set(platforms) == {"cpu"}:
+            self._run = all_traced_again(self._program, on_cpus.OF_EACH_ROW)
         pushed, changed, constants, ordered = self._sorted_changes()
         always = {id(variable) for variable, _ in constants}
         of_servers = [v for v in trace.known if self._on_servers(v)]
@@ -351,7 +355,7 @@ class _Made:
     ) -> list[Any]:
         """What a worker computes: results, gradients, and what is added or set."""
         trace = self._trace
-        run = core.jaxpr_as_fun(self._program)
+        run = core.jaxpr_as_fun(self._run)
         # Of a sum of the old value and something, that is the sum with zero: XLA
         # computes what both runs share once, but for loops.
         empty = list(values)

@@ -14,7 +14,7 @@ from keras_distribute.batch_size import example, trials
 from keras_distribute.variables import SyncOnReadVariable
 from tests.interruptions import Interrupter
 from tests.logical import tpu_strategy
-from tests.support import central, mirrored
+from tests.support import central, mirrored, pack_from
 
 from .models import Hungry, X, Y, bits, build, trained
 
@@ -57,10 +57,11 @@ def test_the_largest_batch_that_ran(name):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("replicas", [0, 2, 4])
-def test_a_limit_in_bytes(replicas, compilations):
+def test_a_limit_in_bytes(replicas, compilations, monkeypatch):
     """Batches over it are compiled, and not run; each size is compiled once, and
     nothing stays behind.
     """
+    pack_from(monkeypatch, None)  # What fills a buffer is compiled, too.
     strategy = mirrored(replicas) if replicas else None
     model = trained(strategy)
     for each in (*model.variables, *model.metrics_variables):
