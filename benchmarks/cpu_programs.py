@@ -68,9 +68,9 @@ def convolution(stride: int, groups: int = 1) -> Callable[[Any, Any], Any]:
     return convolved
 
 
-def pooled(images: Any, _: Any, taps: int) -> Any:
+def pooled(images: Any, _: Any, taps: int, padding: str) -> Any:
     return lax.reduce_window(
-        images, -np.inf, lax.max, (1, taps, taps, 1), (1, 2, 2, 1), "VALID"
+        images, -np.inf, lax.max, (1, taps, taps, 1), (1, 2, 2, 1), padding
     )
 
 
@@ -107,12 +107,16 @@ def cases() -> Iterator[Case]:
         shapes = ((*image, inputs), (3, 3, inputs, outputs), back)
         title += f"{' × '.join(map(str, image))}: inputs"
         yield Case(title, gradient_of(0, convolution(2)), shapes)
-    for rows, size, channels, taps in [(32, 32, 32, 2), (16, 57, 64, 3)]:
-        images, out = (rows, size, size, channels), (size - taps) // 2 + 1
+    for rows, size, channels, taps, padding in [
+        (32, 32, 32, 2, "VALID"),
+        (16, 57, 64, 3, "VALID"),
+        (16, 56, 64, 3, "SAME"),
+    ]:
+        images, out = (rows, size, size, channels), size // 2
         shapes = (images, (), (rows, out, out, channels))
-        title = f"max pooling {taps} × {taps}, stride 2, "
+        title = f"max pooling {taps} × {taps}, stride 2, {padding.lower()} padding, "
         title += f"{' × '.join(map(str, images))}: inputs"
-        pooling = functools.partial(pooled, taps=taps)
+        pooling = functools.partial(pooled, taps=taps, padding=padding)
         yield Case(title, gradient_of(0, pooling), shapes)
     for rows, size, channels, stride, taps in [
         (8, 112, 32, 1, 3),

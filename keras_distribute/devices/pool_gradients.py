@@ -31,7 +31,7 @@ def _is_one(eqn: Any) -> bool:
     window, strides = params["window_dimensions"], params["window_strides"]
     return (
         max(math.prod(window), math.prod(strides)) <= _MOST_ELEMENTS
-        and all(pad == (0, 0) for pad in params["padding"])
+        and min(itertools.chain(*params["padding"])) >= 0
         and all(variable.aval.size for variable in eqn.invars)
     )
 
@@ -39,6 +39,10 @@ def _is_one(eqn: Any) -> bool:
 def _by_index(eqn: Any, given: list[Any]) -> list[Any]:
     back, array = given
     params = eqn.params
+    padding, shape = params["padding"], array.shape
+    if any(map(any, padding)):  # JAX adds such elements on CPUs, too.
+        least = _never_chosen(array.dtype, params["select_prim"])
+        array = lax.pad(array, least, [(before, after, 0) for before, after in padding])
     window, strides = params["window_dimensions"], params["window_strides"]
     places = list(itertools.product(*map(range, window)))
     chosen = _chosen(array, back.shape, places, strides, params["select_prim"])
@@ -74,7 +78,17 @@ def _by_index(eqn: Any, given: list[Any]) -> list[Any]:
         return together(parts, place) if len(parts) > 1 else parts[0]
 
     whole = from_phases(())
-    return [lax.slice(whole, [0] * array.ndim, array.shape)]
+    first = [before for before, _ in padding]
+    return [lax.slice(whole, first, list(map(operator.add, first, shape)))]
+
+
+def _never_chosen(dtype: Any, select: Any) -> Any:
+    """What no element of a window is less than, or greater than."""
+    is_least = select is lax.ge_p
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.asarray(-jnp.inf if is_least else jnp.inf, dtype)
+    limits = jnp.iinfo(dtype)
+    return jnp.asarray(limits.min if is_least else limits.max, dtype)
 
 
 def _chosen(
