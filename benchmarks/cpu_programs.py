@@ -118,6 +118,16 @@ def cases() -> Iterator[Case]:
         title += f"{' × '.join(map(str, images))}: inputs"
         pooling = functools.partial(pooled, taps=taps, padding=padding)
         yield Case(title, gradient_of(0, pooling), shapes)
+    for rows, size, inputs, outputs, groups in [
+        (4, 14, 128, 128, 32),
+        (8, 28, 48, 48, 2),
+        (4, 28, 32, 64, 32),
+    ]:
+        title = f"convolution 3 × 3, {groups} groups, {inputs} to {outputs}, "
+        title += f"{rows} × {size} × {size}"
+        function, images = convolution(1, groups), (rows, size, size, inputs)
+        kernel, back = (3, 3, inputs // groups, outputs), (rows, size, size, outputs)
+        yield from with_gradients(title, function, images, kernel, back)
     for rows, size, channels, stride, taps in [
         (8, 112, 32, 1, 3),
         (8, 56, 96, 2, 3),
@@ -130,10 +140,18 @@ def cases() -> Iterator[Case]:
         function = convolution(stride, channels)
         images, kernel = (rows, size, size, channels), (taps, taps, 1, channels)
         back = (rows, size // stride, size // stride, channels)
-        yield Case(title, function, (images, kernel))
-        for place, what in enumerate(("inputs", "kernel")):
-            gradient = gradient_of(place, function)
-            yield Case(f"{title}: {what}", gradient, (images, kernel, back))
+        yield from with_gradients(title, function, images, kernel, back)
+
+
+def with_gradients(
+    title: str, function: Callable[[Any, Any], Any], *shapes: tuple[int, ...]
+) -> Iterator[Case]:
+    """A function of images and a kernel, and its gradients, from their shapes and that
+    of the result.
+    """
+    yield Case(title, function, shapes[:2])
+    for place, what in enumerate(("inputs", "kernel")):
+        yield Case(f"{title}: {what}", gradient_of(place, function), shapes)
 
 
 def measured(case: Case, rounds: int) -> dict[str, list[float]]:

@@ -16,6 +16,7 @@ import keras_distribute as kd
 from keras_distribute.devices import (
     depthwise,
     dilated_inputs,
+    grouped,
     jaxprs,
     on_cpus,
     pool_gradients,
@@ -118,6 +119,34 @@ def test_depthwise(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     program = jax.make_jaxpr(function)(array, kernel)
     assert all(each.is_in(program) for each in DEPTHWISE)
     assert_equal_to_jax(function, DEPTHWISE, array, kernel)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("seed", range(24))
+def test_groups(seed: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one channel and of several, one by one and some together."""
+    rng = np.random.default_rng(seed)
+    count = int(rng.choice([2, 3, 4, 6]))
+    own, made = [(1, 2), (2, 1), (1, 3), (2, 3), (3, 2), (5, 5)][seed % 6]
+    monkeypatch.setattr(grouped, "_CHANNELS", int(rng.choice([2, 4, 12])))
+    monkeypatch.setattr(grouped, "_MOST_EACH", 2)
+    drawn = Drawn(seed, count * made, (1, 4))
+    options = {"window_strides": drawn.whole(1, 3), "rhs_dilation": drawn.whole(1, 3)}
+    space = [size + 4 for size in drawn.sizes]
+    drawn.padding = [(max(first, 0), last) for first, last in drawn.padding]
+    array = drawn.array(2, count * own, space, False).astype(dtype)
+    kernel = drawn.array(own, count * made, drawn.taps, True).astype(dtype)
+
+    def forward(array: Any, kernel: Any) -> Any:
+        return drawn.convolved(array, kernel, feature_group_count=count, **options)
+
+    def function(array: Any, kernel: Any) -> Any:
+        result, gradients = jax.vjp(forward, array, kernel)
+        return result, gradients(jnp.cos(result))
+
+    program = jax.make_jaxpr(function)(array, kernel)
+    assert grouped.APART.is_in(program)
+    assert_equal_to_jax(function, [grouped.APART], array, kernel)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -226,7 +255,9 @@ def model_of(strategy: kd.Strategy, fused: int = 1) -> keras.Model:
                 layers.Conv2D(16, 3, padding="same", activation="relu"),
                 layers.MaxPooling2D(3, 1),
                 layers.Conv2D(32, 3, strides=2, padding="same", activation="relu"),
+                layers.Conv2D(64, 3, groups=32, padding="same", activation="relu"),
                 layers.DepthwiseConv2D(3, strides=2, activation="relu"),
+                layers.DepthwiseConv2D(2, depth_multiplier=2, padding="same"),
                 layers.Conv2DTranspose(16, 3, strides=2),
                 layers.SeparableConv2D(8, 3, dilation_rate=2, padding="same"),
                 layers.MaxPooling2D(2),

@@ -5,12 +5,14 @@ from __future__ import annotations
 from keras_distribute.devices import (
     depthwise,
     dilated_inputs,
+    grouped,
     pool_gradients,
     row_products,
 )
 from keras_distribute.devices.rewriting import Rewriting
 
 OF_EACH_ROW: tuple[Rewriting, ...] = (
+    grouped.APART,  # Which makes depthwise convolutions, and such with strides.
     depthwise.IN_ONE_LOOP,
     dilated_inputs.IN_PARTS,
     pool_gradients.BY_INDEX,
