@@ -240,6 +240,25 @@ def test_scales_of_float8_are_those_of_all_replicas(steps):
         np.testing.assert_allclose(a, b, rtol=1e-3)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_mean_communicates_only_to_count_what_a_mask_leaves(masked):
+    """How many rows all replicas have together is known."""
+    strategy = mirrored(2)
+    loss = keras.losses.MeanSquaredError()
+
+    def step(x):
+        values = keras.ops.square(x)
+        if masked:
+            set_keras_mask(values, x[:, 0] > 0)
+        return loss(keras.ops.zeros_like(values), values)
+
+    x = distributed(strategy, X[0])
+    strategy.run(step, args=(x,))
+    (program,) = strategy.programs.programs_of(step).values()
+    text = program.jitted.lower([], [], [x.stacked]).as_text()
+    assert ("all_reduce" in text) == masked
+
+
 def test_accumulation_communicates_only_when_it_updates():
     strategy = mirrored(2)
     with strategy.scope():

@@ -32,7 +32,7 @@ class _Rows(threading.local):
     of_last: int | None = None
 
 
-Share = Callable[[Any], Any]
+Share = Callable[[Any, Any], Any]
 
 
 def install(
@@ -44,16 +44,19 @@ def install(
     """Divides means by the global count.
 
     Args:
-        global_sum: Returns the sum over the replicas of a count, or `None` where there
-            is nothing to sum over.
+        global_sum: Returns the sum over the replicas of a count, a number where that
+            needs no communication; or `None` where there is nothing to sum over.
         in_replica: Whether values are one replica's.
         shapes_differ: Whether the replicas have different numbers of rows.
     """
 
-    def share(local: Any) -> Any:
+    def share(local: Any, dtype: Any) -> Any:
         """This replica's count over the count of all."""
         total = global_sum(local)
-        return None if total is None else keras.ops.divide_no_nan(local, total)
+        if total is None:
+            return None
+        counts = (keras.ops.cast(count, dtype) for count in (local, total))
+        return keras.ops.divide_no_nan(*counts)
 
     rows = _Rows()
     replaced.replace(BaseTrainer, "_aggregate_additional_loss", _counted_once(share))
@@ -99,7 +102,7 @@ def _reduced_to_share(
             loss = loss if count else keras.ops.zeros_like(loss)
         else:
             count = values.size
-        scale = share(keras.ops.cast(count, loss.dtype))
+        scale = share(count, loss.dtype)
         return loss if scale is None else loss * scale
 
     return reduce_values
@@ -115,10 +118,10 @@ def _masked(share: Share) -> Callable[..., Any]:
         weight = original(sample_weight, mask, dtype, reduction)
         if mask is None or reduction not in ("mean", "sum_over_batch_size"):
             return weight
-        valid = share(keras.ops.sum(keras.ops.cast(mask, dtype)))
+        valid = share(keras.ops.sum(keras.ops.cast(mask, dtype)), dtype)
         if valid is None:
             return weight
-        size = share(keras.ops.cast(mask.size, dtype))
+        size = share(mask.size, dtype)
         return weight * keras.ops.divide_no_nan(valid, size)
 
     return apply_mask
@@ -132,7 +135,7 @@ def _counted_once(share: Share) -> Callable[..., Any]:
 
     def _aggregate_additional_loss(self: Any, loss: Any) -> Any:
         total = original(self, loss)
-        scale = share(keras.ops.ones((), total.dtype))
+        scale = share(1, total.dtype)
         return total if scale is None else total * scale
 
     return _aggregate_additional_loss
@@ -164,7 +167,7 @@ def _unscaled(share: Share, rows: _Rows) -> Callable[..., Any]:
     def unscale_loss_for_distribution(value: Any) -> Any:
         if rows.of_last is None:
             return original(value)
-        scale = share(keras.ops.cast(rows.of_last, value.dtype))
+        scale = share(rows.of_last, value.dtype)
         if scale is None:
             return original(value)
         return keras.ops.divide_no_nan(value, scale)

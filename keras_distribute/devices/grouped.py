@@ -10,9 +10,10 @@ depthwise convolution of all channels (`benchmarks/cpu_programs.py`).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -27,7 +28,8 @@ _MOST_PARTS, _MOST_OF_GRADIENT = 16, 64
 _MOST_EACH = 4  # Results of a channel, or channels of a result, by themselves.
 
 
-class _Groups(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Groups:
     """How a convolution is divided.
 
     Args:

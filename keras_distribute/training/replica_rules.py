@@ -115,7 +115,11 @@ def all_replicas_agree(finite: Any) -> Any:
 
 def global_sum(count: Any) -> Any:
     """The sum over the replicas of a count, or `None` outside a replica."""
-    return lax.psum(of_this_replica(count), REPLICA_AXIS) if in_replica() else None
+    if not in_replica():
+        return None
+    if isinstance(count, int):
+        return reductions.total_count(count)
+    return lax.psum(of_this_replica(count), REPLICA_AXIS)
 
 
 def replica_seed(seed: Any) -> Any:
