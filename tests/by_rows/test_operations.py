@@ -469,6 +469,20 @@ def test_what_follows_from_the_sums_is_outside() -> None:
     assert str(own.program).count("psum") == 1
 
 
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_sum_is_made_before_it_is_copied_for_each_row(copied: bool) -> None:
+    """Not before it gets another dimension, though it be as long as there are rows."""
+
+    def function(x: Any) -> Any:
+        total = jnp.sum(x, 0)
+        changed = jnp.broadcast_to(total, (N, N)) if copied else total[None]
+        return 2.0 * changed
+
+    text = check(function, [normal(N, N)], [0], 2)
+    summed, doubled = text.index("psum"), text.index(" mul")
+    assert (summed < doubled) == copied
+
+
 def test_a_gradient_is_summed_behind_a_loop() -> None:
     """And not in each of its turns."""
 
