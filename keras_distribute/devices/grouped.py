@@ -20,6 +20,7 @@ from jax import lax
 
 from keras_distribute.devices.convolutions import is_convolution
 from keras_distribute.devices.rewriting import Rewriting
+from keras_distribute.devices.strided import every, together
 
 _CHANNELS = 32  # That XLA computes at once.
 # Convolutions that one is written as, each of which takes time to compile: of the
@@ -123,15 +124,15 @@ def _of_channels(eqn: Any, groups: _Groups, array: Any, kernel: Any) -> Any:
     axis = dims.out_spec[1]
     results = [
         _convolution(eqn, array, taps, groups.count)
-        for taps in _every(kernel, groups.made, dims.rhs_spec[0])
+        for taps in every(kernel, groups.made, dims.rhs_spec[0])
     ]
-    return lax.collapse(jnp.stack(results, axis + 1), axis, axis + 2)
+    return together(results, axis)
 
 
 def _to_channels(eqn: Any, groups: _Groups, array: Any, kernel: Any) -> Any:
     """Some channels make each: a sum over the first ones, the second ones, ..."""
     inputs = eqn.params["dimension_numbers"].rhs_spec[1]
-    arrays = _every(array, groups.own, groups.axis)
+    arrays = every(array, groups.own, groups.axis)
     kernels = jnp.split(kernel, groups.own, inputs)
     results = [
         _convolution(eqn, own, taps, groups.count)
@@ -143,14 +144,6 @@ def _to_channels(eqn: Any, groups: _Groups, array: Any, kernel: Any) -> Any:
 def _convolution(eqn: Any, array: Any, kernel: Any, groups: int = 1) -> Any:
     params = {**eqn.params, "feature_group_count": groups, "batch_group_count": 1}
     return eqn.primitive.bind(array, kernel, **params)
-
-
-def _every(array: Any, number: int, axis: int) -> list[Any]:
-    """Every so many elements along an axis, from the first, the second, and so on."""
-    size = array.shape[axis]
-    return [
-        lax.slice_in_dim(array, first, size, number, axis) for first in range(number)
-    ]
 
 
 def _between_zeros(kernel: Any, number: int, inputs: int, outputs: int) -> Any:
@@ -170,9 +163,10 @@ def _between_zeros(kernel: Any, number: int, inputs: int, outputs: int) -> Any:
 
 def _own_blocks(whole: Any, number: int, inputs: int, outputs: int) -> Any:
     """Of a kernel from all inputs of several groups, what is of one group each."""
-    rows = jnp.split(whole, number, inputs)
+    size = whole.shape[outputs] // number
     blocks = [
-        jnp.split(each, number, outputs)[place] for place, each in enumerate(rows)
+        lax.slice_in_dim(rows, place * size, (place + 1) * size, axis=outputs)
+        for place, rows in enumerate(jnp.split(whole, number, inputs))
     ]
     return jnp.concatenate(blocks, outputs)
 

@@ -20,6 +20,14 @@ def elements(
     return lax.slice(array, starts, ends, strides)
 
 
+def every(array: Any, number: int, axis: int) -> list[Any]:
+    """The parts of which `together` makes the array."""
+    size = array.shape[axis]
+    return [
+        lax.slice_in_dim(array, first, size, number, axis) for first in range(number)
+    ]
+
+
 def together(parts: Sequence[Any], axis: int) -> Any:
     """The array whose elements along an axis are those of the parts in turn."""
     return lax.collapse(jnp.stack(parts, axis + 1), axis, axis + 2)

@@ -208,7 +208,7 @@ class _Made:
         self._trace, self._on_servers = trace, on_servers
         self._updates = updates
         self._looked = _looked_up(trace, program, on_servers, updates.refuses_rows)
-        self._program = self._run = self._looked.program
+        self._program = self._looked.program
         self._first = len(program.jaxpr.outvars) - len(trace.written)
         self._index = {id(variable): i for i, variable in enumerate(trace.known)}
 
@@ -217,8 +217,6 @@ class _Made:
     ) -> Traced:
         """The program, exported."""
         trace, written = self._trace, self._trace.written
-        if set(platforms) == {"cpu"}:
-            self._run = all_traced_again(self._program, on_cpus.OF_EACH_ROW)
         pushed, changed, constants, ordered = self._sorted_changes()
         always = {id(variable) for variable, _ in constants}
         of_servers = [v for v in trace.known if self._on_servers(v)]
@@ -228,7 +226,11 @@ class _Made:
         variables = [*of_servers, *kept, *(variable for variable, _ in constants)]
         order = [self._index[id(v)] for v in variables]
         place = {i: k for k, i in enumerate(order)}
-        function = functools.partial(self._outputs, [*pushed, *changed])
+        program = self._program
+        if set(platforms) == {"cpu"}:
+            program = all_traced_again(program, on_cpus.OF_EACH_ROW)
+        run = core.jaxpr_as_fun(program)
+        function = functools.partial(self._outputs, run, [*pushed, *changed])
         avals = self._program.in_avals
         shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
         needed = {place[i] for i in self._looked.needed if i in place}
@@ -351,11 +353,18 @@ class _Made:
         return pushed, changed, constants, ordered
 
     def _outputs(
-        self, changes: list[tuple[Change, int]], values: list[Any], rest: list[Any]
+        self,
+        run: Callable[..., list[Any]],
+        changes: list[tuple[Change, int]],
+        values: list[Any],
+        rest: list[Any],
     ) -> list[Any]:
-        """What a worker computes: results, gradients, and what is added or set."""
+        """What a worker computes: results, gradients, and what is added or set.
+
+        Args:
+            run: The program.
+        """
         trace = self._trace
-        run = core.jaxpr_as_fun(self._run)
         # Of a sum of the old value and something, that is the sum with zero: XLA
         # computes what both runs share once, but for loops.
         empty = list(values)
