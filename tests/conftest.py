@@ -171,7 +171,9 @@ def half_of_the_tests_carry_weights_as_on_accelerators(request, monkeypatch):
     takes many: chosen by the name of a test, so that each is tested all over.
     """
     if zlib.crc32(request.node.name.encode()) % 2:
-        monkeypatch.setattr(packed_state, "MANY_WEIGHTS_ON_CPUS", packed_state.MANY)
+        for what in ("WEIGHTS", "METRICS"):
+            name = f"MANY_{what}_ON_CPUS"
+            monkeypatch.setattr(packed_state, name, packed_state.MANY)
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def central(replicas: int, *args: Any) -> kd.experimental.CentralStorageStrategy
 
 def pack_from(patch: pytest.MonkeyPatch, many: int | None) -> None:
     """So many small arrays share a buffer, on any device; for `None` none do."""
-    for name in ("MANY", "MANY_WEIGHTS_ON_CPUS"):
+    for name in ("MANY", "MANY_WEIGHTS_ON_CPUS", "MANY_METRICS_ON_CPUS"):
         patch.setattr(packed_state, name, many or sys.maxsize)
 
 

@@ -1,5 +1,6 @@
 """Uses at the edge of what a traced program allows: right, or refused with a remedy."""
 
+import contextlib
 import itertools
 import types
 
@@ -578,3 +579,50 @@ def test_a_list_of_callbacks_that_was_made_before_the_import_takes_part():
     model.fit(x, x[:, :1], batch_size=1, verbose=0, callbacks=made)
     assert seen == [report]  # Which is moved to the front.
     assert report.milliseconds
+
+
+class WithMore(keras.Model):
+    """A model whose list of metrics may grow."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = layers.Dense(3), layers.Dense(1)
+        self.__dict__["more"] = []
+
+    def call(self, x):
+        return self.last(self.first(x))
+
+    @property
+    def metrics(self):
+        return super().metrics + self.__dict__["more"]
+
+
+def test_a_metric_that_comes_after_the_first_fit(strategy):
+    rows = np.arange(16, dtype="float32").reshape(8, 2) / 16
+    results = []
+    for each in (None, strategy):
+        with each.scope() if each else contextlib.nullcontext():
+            keras.utils.set_random_seed(0)
+            model = WithMore()
+            model.compile("adam", "mse", metrics=["mae"])
+            model.fit(rows, rows[:, :1], verbose=0)
+            model.__dict__["more"].append(keras.metrics.Mean(name="more"))
+        logs = model.fit(rows, rows[:, :1], verbose=0).history
+        results.append({name: values[0] for name, values in logs.items()})
+    assert results[0].keys() == results[1].keys() == {"loss", "mae", "more"}
+    assert results[0] == pytest.approx(results[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_a_layer_frozen_or_thawed_without_compiling(strategy, trainable):
+    with strategy.scope():
+        model = WithMore()
+        model.first.trainable = not trainable
+        model.compile("sgd", "mse")
+    model.fit(X, X[:, :1], verbose=0)
+    model.first.trainable = trainable
+    with pytest.raises(errors.ValueStructureError, match="call model.compile") as told:
+        model.fit(X, X[:, :1], verbose=0)
+    assert "have changed since its step was compiled" in str(told.value)
+    model.compile("sgd", "mse")
+    model.fit(X, X[:, :1], verbose=0)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import queue
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -91,15 +92,22 @@ def _sliceable_array(array: Any) -> Any:
     return array_slicing.convert_to_sliceable(array, target_backend="jax")
 
 
-def take(sliceables: Any, indices: Any) -> Any:
+def take(
+    sliceables: Any, indices: Any, gather: Callable[..., Any] = operator.getitem
+) -> Any:
     """Rows of each array, by a slice or an array of indices, as NumPy arrays, JAX
     sparse ones, and JAX's keys of random numbers.
+
+    Args:
+        gather: Takes the rows of a NumPy array by an array of indices.
     """
-    return tree.map_structure(
-        lambda array: array.convert_to_jax_compatible(array[indices]),
-        sliceables,
-        none_is_leaf=False,
-    )
+
+    def rows(sliceable: Any) -> Any:
+        if isinstance(indices, np.ndarray) and type(sliceable.array) is np.ndarray:
+            return gather(sliceable.array, indices)
+        return sliceable.convert_to_jax_compatible(sliceable[indices])
+
+    return tree.map_structure(rows, sliceables, none_is_leaf=False)
 
 
 def arrays_of(adapter: Any) -> tuple[Any, int, int, bool | str]:

@@ -36,6 +36,8 @@
   of one replica is made from operations of another one, whose mesh they noted, and
   calls that XLA is told not to inline. Goes when operations can be bound elsewhere by
   public means.
+- `partial_eval.dce_jaxpr`: a traced program without what nothing needs, as JAX leaves
+  it out of a program before XLA. Goes when `jax.extend` has it.
 - `newly_manual_axes`, `jaxpr`, `in_specs`, `out_specs`, parameters of `shard_map` in a
   traced program: over how many devices it runs what it contains, and of what. Go when
   JAX says what they are.
@@ -108,6 +110,14 @@ def array_of_pieces(
 
 check(jax.stages.Compiled, "_call")
 check(core.Tracer, "_trace")
+
+
+def without_unused(jaxpr: Any) -> Any:
+    """The same program, of the same inputs, without operations whose results nothing
+    needs; also inside of loops and conditions.
+    """
+    needed = [True] * len(jaxpr.outvars)
+    return partial_eval.dce_jaxpr(jaxpr, needed, instantiate=True)[0]
 
 
 def call_without_python(compiled: jax.stages.Compiled) -> Callable[..., Any] | None:

@@ -22,6 +22,7 @@ from keras import Variable, name_scope, optimizers
 from keras.optimizers import LossScaleOptimizer, Optimizer
 
 from keras_distribute._compat.seams import Replacements, check
+from keras_distribute._compat.shapes_alone import shapes_alone
 from keras_distribute._compat.variables import (
     initialized_later,
     takes_gradient_as_value,
@@ -189,7 +190,8 @@ def same_for(optimizer: Any, weights: list[tuple[tuple[int, ...], Any]]) -> Any:
     Args:
         weights: The shape and dtype of each.
     """
-    return _without_values(_clone(optimizer, _like(weights)))
+    with shapes_alone():
+        return _without_values(_clone(optimizer, _like(weights)))
 
 
 def slot_weights(optimizer: Any) -> list[int | None]:
@@ -344,12 +346,13 @@ def copy_for(optimizer: Any, weights: list[tuple[tuple[int, ...], Any]]) -> Any:
         optimizer: The user's.
         weights: The shape of each, and the user's weight, of which it may be a part.
     """
-    own = _like([(shape, weight.dtype) for shape, weight in weights])
-    for variable, (_, weight) in zip(own, weights, strict=True):
-        # By its name an optimizer may know how to treat a weight: Muon's do.
-        variable._name, variable._path = weight.name, weight.path
-        variable.overwrite_with_gradient = takes_gradient_as_value(weight)
-    clone = _without_values(_clone(optimizer, own))
+    with shapes_alone():
+        own = _like([(shape, weight.dtype) for shape, weight in weights])
+        for variable, (_, weight) in zip(own, weights, strict=True):
+            # By its name an optimizer may know how to treat a weight: Muon's do.
+            variable._name, variable._path = weight.name, weight.path
+            variable.overwrite_with_gradient = takes_gradient_as_value(weight)
+        clone = _without_values(_clone(optimizer, own))
     clone.loss_scale_factor = None
     if not optimizer.gradient_accumulation_steps:
         clone.clipnorm = clone.global_clipnorm = clone.clipvalue = None
@@ -365,7 +368,7 @@ def copy_for(optimizer: Any, weights: list[tuple[tuple[int, ...], Any]]) -> Any:
 def _like(weights: list[tuple[tuple[int, ...], Any]]) -> list[Any]:
     """Variables of these shapes and dtypes."""
     return [
-        Variable(np.zeros(shape), dtype=dtype, name=f"weight_{i}")
+        Variable("zeros", shape=shape, dtype=dtype, name=f"weight_{i}")
         for i, (shape, dtype) in enumerate(weights)
     ]
 
@@ -481,5 +484,5 @@ def _clone(optimizer: Any, weights: list[Any]) -> Any:
 
 def _without_values(clone: Any) -> Any:
     for variable in [*clone.variables, *clone._trainable_variables]:
-        variable._value = None
+        variable._value = variable._initializer = None
     return clone

@@ -42,6 +42,8 @@ def in_turn(
 
 
 def _written(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    # What waits for a result would keep what nothing else needs.
+    program = jaxprs.without_unused(program)
     if not jaxprs.has(program, _holds_collectives):
         return program
 

@@ -215,6 +215,9 @@ class ReplicaMesh:
         Args:
             value: A host array, or a JAX array that this process can read.
         """
+        if isinstance(value, np.ndarray):
+            pieces = [value] * len(self.local_devices)
+            return self._of_host(value.shape, self.replicated, pieces)
         if self.num_processes == 1:
             return jax.device_put(value, self.replicated)
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
@@ -255,7 +258,9 @@ class ReplicaMesh:
         host = np.asarray(rows)
         count = len(self.local_devices) // self.num_logical
         each = host.shape[0] // count
-        return self._of_host([host[i * each : (i + 1) * each] for i in range(count)])
+        return self._rows_of_host(
+            [host[i * each : (i + 1) * each] for i in range(count)]
+        )
 
     def joined(self, parts: Sequence[Any]) -> jax.Array:
         """The parts of this process's replicas, of one shape, as its part of those of
@@ -270,7 +275,7 @@ class ReplicaMesh:
                 for i in range(0, len(parts), together)
             ]
         if on_host:
-            return self._of_host(parts)
+            return self._rows_of_host(parts)
         devices, each = self.local_devices, self.num_logical
         shards = [
             jax.device_put(part, d)
@@ -280,17 +285,23 @@ class ReplicaMesh:
         shape = (parts[0].shape[0] * self._num_groups, *parts[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self.split, shards)
 
-    def _of_host(self, parts: Sequence[np.ndarray[Any, Any]]) -> jax.Array:
-        """NumPy arrays, one a device or its logical ones, joined in one transfer."""
-        dtype = jax.dtypes.canonicalize_dtype(parts[0].dtype.newbyteorder("="))
-        pieces = [
-            part.astype(dtype, copy=False)
-            for part in parts
-            for _ in range(self.num_logical)
-        ]
+    def _rows_of_host(self, parts: Sequence[np.ndarray[Any, Any]]) -> jax.Array:
+        """NumPy arrays, one a device or its logical ones, joined along axis 0."""
+        pieces = [part for part in parts for _ in range(self.num_logical)]
         shape = (parts[0].shape[0] * self._num_groups, *parts[0].shape[1:])
+        return self._of_host(shape, self.split, pieces)
+
+    def _of_host(
+        self,
+        shape: Sequence[int],
+        sharding: NamedSharding,
+        pieces: Sequence[np.ndarray[Any, Any]],
+    ) -> jax.Array:
+        """An array from NumPy's, one for each device, in one transfer."""
+        dtype = jax.dtypes.canonicalize_dtype(pieces[0].dtype.newbyteorder("="))
+        pieces = [piece.astype(dtype, copy=False) for piece in pieces]
         return jax_internals.array_of_pieces(
-            shape, self.split, pieces, self.local_devices
+            shape, sharding, pieces, self.local_devices
         )
 
     @property

@@ -37,13 +37,17 @@ def stop(trainer: Any) -> None:
         jax.profiler.stop_trace()
 
 
-@contextlib.contextmanager
-def of(part: str) -> Generator[None]:
+_UNTIMED = contextlib.nullcontext()
+
+
+def of(part: str) -> contextlib.AbstractContextManager[None]:
     """Around a part of a step."""
     times = launches.times
-    if times is None:
-        yield
-        return
+    return _UNTIMED if times is None else _timed(times, part)
+
+
+@contextlib.contextmanager
+def _timed(times: Times, part: str) -> Generator[None]:
     begun = time.perf_counter()
     try:
         yield

@@ -11,6 +11,7 @@ import numpy as np
 
 from keras_distribute import checks
 from keras_distribute._compat import adapters as compat
+from keras_distribute.devices import host_memory
 from keras_distribute.errors import InputError
 from keras_distribute.input.source import (
     Batch,
@@ -284,7 +285,7 @@ class _ArrayReader(Reader):
         else:
             indices = slice(start + first, start + last)
         self._step += 1
-        return Batch(compat.take(source.arrays, indices), rows)
+        return Batch(compat.take(source.arrays, indices, host_memory.gathered), rows)
 
     def position(self) -> Position:
         state = self._before and self._before["state"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -190,19 +190,26 @@ def feed(
     def placed(batch: Batch) -> Any:
         data = whole(batch)
         sizes = replica_rows(batch, mesh.num_replicas) if several else None
-        shapes = list(map(np.shape, jax.tree.leaves(data, is_leaf=compat.is_sparse)))
-        # A single array may be empty beside others: a graph has no edges.
-        rows = [*(shape[0] for shape in shapes if shape), *(sizes or ())]
-        if has_loss and rows and not any(rows):
-            raise InputError(
-                "A batch without rows has no loss.",
-                received=f"shapes {shapes}.",
-                fix="leave such batches out of the dataset.",
-            )
         ready = batches.place(data, mesh, sizes, traced=form is Form.TRACED)
+        if has_loss and not ready.spread[0]:  # No rows of the first array at least.
+            _refuse_empty(data, sizes)
         return ready.data if form is Form.PLAIN else ready
 
     return Feed(open_reader, placed, ahead, per_epoch, followed)
+
+
+def _refuse_empty(data: Any, sizes: Sequence[int] | None) -> None:
+    """Raises `InputError` for a batch of which no array has rows: a single one may be
+    empty beside others, as where a graph has no edges.
+    """
+    shapes = list(map(np.shape, jax.tree.leaves(data, is_leaf=compat.is_sparse)))
+    rows = [*(shape[0] for shape in shapes if shape), *(sizes or ())]
+    if rows and not any(rows):
+        raise InputError(
+            "A batch without rows has no loss.",
+            received=f"shapes {shapes}.",
+            fix="leave such batches out of the dataset.",
+        )
 
 
 def host_feed(adapter: Any, per_epoch: int | None) -> Feed:

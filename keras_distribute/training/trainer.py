@@ -44,6 +44,7 @@ from keras_distribute.variables import given_away, read_before
 # These use a model's metrics or change its weights.
 _ALONE = ("fit", "evaluate", "train_on_batch", "test_on_batch", "find_batch_size")
 _GROUPS = ("trainable_variables", "non_trainable_variables", "metrics_variables")
+_OF_STEPS = frozenset(["_jax_state", "_jax_state_synced"])
 _STATE, _SYNCED = "_keras_distribute_jax_state", "_keras_distribute_synced"
 _CLAIM = "_keras_distribute_claim"  # Which thread trains the model, in which method.
 
@@ -171,6 +172,13 @@ class StrategyTrainer(JAXTrainer):
             self._jax_state_synced = True
 
     state_sync = jax_state_sync  # Keras 3.16 calls it so.
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Keras sets these for each step, and would track what is in them."""
+        if name in _OF_STEPS:
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
     _jax_state = _of_each_call("state", _STATE, None)
     _jax_state_synced = _of_each_call("synced", _SYNCED, True)

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from keras_distribute._compat import jax_internals
 from keras_distribute.devices.launches import launches
@@ -136,6 +137,8 @@ class Holder:
                 return self._checked(find(place, variable), variable)
 
     def _checked(self, array: Any, variable: Any) -> Any:
+        if isinstance(array, np.ndarray):  # A copy.
+            return array
         if array is None or array.is_deleted():
             raise lost_error(variable)
         # The thread that launches the next step gives the state's own arrays away.

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_distribute._compat import jax_internals
@@ -33,10 +34,11 @@ from keras_distribute.variables.thread import thread
 
 class _Whole(NamedTuple):
     """A value assigned across replicas, of which no components are made yet. A metric
-    that `fit` resets before each epoch never needs them: the step takes the value.
+    that `fit` resets before each epoch never needs them: the step takes the value,
+    which may be a number of the host.
     """
 
-    value: jax.Array
+    value: jax.Array | np.ndarray[Any, Any]
 
 
 class SyncOnReadVariable(DistributedVariable):
@@ -86,7 +88,7 @@ class SyncOnReadVariable(DistributedVariable):
     def stored(self) -> jax.Array | None:
         with launches.lock:
             if self._link is None and isinstance(self._own, _Whole):
-                self._own = self._spread(self._own.value)
+                self._own = self._spread(self._placed(self._own.value))
             return super().stored
 
     @property
@@ -95,7 +97,7 @@ class SyncOnReadVariable(DistributedVariable):
             whole = self._whole()
             return self.value if whole is None else whole
 
-    def _whole(self) -> jax.Array | None:
+    def _whole(self) -> jax.Array | np.ndarray[Any, Any] | None:
         own = self._own
         return own.value if self._link is None and isinstance(own, _Whole) else None
 
@@ -120,7 +122,8 @@ class SyncOnReadVariable(DistributedVariable):
         if isinstance(value, PerReplica):
             self._value = self._as_stored(value)
         else:
-            self._value = _Whole(self._placed(value))
+            is_number = isinstance(value, np.ndarray) and not value.shape
+            self._value = _Whole(value.copy() if is_number else self._placed(value))
 
     def _as_stored(self, value: Any) -> Any:
         if isinstance(value, PerReplica):
@@ -175,7 +178,10 @@ class SyncOnReadVariable(DistributedVariable):
             held = None if link is None else link[0].across(link[1], self)
             whole = self._whole()
             if whole is not None:
-                held = copied(whole)  # The next step is given the array.
+                # The next step is given the array.
+                held = copied(whole) if isinstance(whole, jax.Array) else whole
+        if isinstance(held, np.ndarray):
+            return self._placed(held)
         if held is not None:
             return self.replica_mesh.brought(held)  # A step's state may rest elsewhere.
         liveness.current.begin_program(

@@ -158,8 +158,9 @@ def test_copies_that_differ_stay_different():
         kernel.distribute_strategy.check_consistency(model)
 
 
-def test_accumulators_take_memory_too():
+def test_accumulators_take_memory_too(monkeypatch):
     """A limit with room for a batch alone, and not for accumulators beside it."""
+    pack_from(monkeypatch, None)  # A step with accumulators has no buffers.
     model = trained(mirrored(2))
     unlimited = kd.find_batch_size(model, X, Y, memory_limit=2**20, margin=0)
     parts = kd.find_batch_size(

@@ -25,15 +25,16 @@ def ran(model, x, y, monkeypatch):
         texts.append(program.lowered.as_text())
         return original(self, holder, program, data)
 
-    monkeypatch.setattr(CompiledStep, "_launch", noting)
-    model.fit(
-        x,
-        y,
-        batch_size=len(x) // model.steps_per_execution,
-        epochs=1,
-        shuffle=False,
-        verbose=0,
-    )
+    with monkeypatch.context() as patch:
+        patch.setattr(CompiledStep, "_launch", noting)
+        model.fit(
+            x,
+            y,
+            batch_size=len(x) // model.steps_per_execution,
+            epochs=1,
+            shuffle=False,
+            verbose=0,
+        )
     return texts
 
 
@@ -59,7 +60,6 @@ def test_the_program_is_that_of_fit(name, rows, divided, monkeypatch):
     count = rows * model.steps_per_execution
     x, y = np.zeros((count, *shape), "float32"), np.zeros(count, "int32")
     (expected,) = set(ran(model, x, y, monkeypatch))
-    monkeypatch.undo()
 
     # Of a model that is made elsewhere, on one device.
     home = kd.MirroredStrategy(["cpu:7"], shard_optimizer_state=divided)
@@ -82,7 +82,6 @@ def test_the_program_of_logical_devices_is_that_of_fit(num_logical, monkeypatch)
         model = models.mlp()
     x, y = np.zeros((8, 16), "float32"), np.zeros(8, "int32")
     (expected,) = set(ran(model, x, y, monkeypatch))
-    monkeypatch.undo()
     home = logical.tpu_strategy(num_logical, layout_map=logical.HIDDEN)
     with home.scope():
         again = models.mlp()

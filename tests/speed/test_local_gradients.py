@@ -16,7 +16,7 @@ from keras import layers
 import keras_distribute as kd
 from keras_distribute.training.steps import compiled_step
 from keras_distribute.training.steps.plan import plan_of
-from tests.support import mirrored
+from tests.support import mirrored, pack_from
 
 pytestmark = pytest.mark.timeout(200)
 RNG = np.random.RandomState(0)
@@ -67,6 +67,7 @@ def programs_of(model: keras.Model, monkeypatch: Any) -> str:
 def test_gradients_are_summed_in_the_shape_of_their_weights(
     replicas: int, monkeypatch: Any
 ) -> None:
+    pack_from(monkeypatch, None)
     text = programs_of(built(replicas), monkeypatch)
     reduced = re.findall(r"= \((.*)\) all-reduce(?:-start)?\(", text) + re.findall(
         r"= (f32\S*) all-reduce\(", text

@@ -296,28 +296,38 @@ def test_later_epochs_compile_nothing(packed: bool, compilations: Any) -> None:
     assert len(compilations) == before
 
 
-def test_what_is_read_and_set_each_epoch_is_in_no_buffer(monkeypatch: Any) -> None:
-    """Metrics and the learning rate, beside moving statistics, which are in one."""
+@pytest.mark.parametrize("metrics_too", [False, True])
+def test_what_is_read_and_set_each_epoch(metrics_too: bool, monkeypatch: Any) -> None:
+    """Metrics and the learning rate are in no buffer with others; moving statistics
+    are in one.
+    """
     pack_from(monkeypatch, 4)
+    few = 2 if metrics_too else packed_state.MANY * 100
+    monkeypatch.setattr(packed_state, "MANY_METRICS_ON_CPUS", few)
     norms = [layers.BatchNormalization] * 2
     model = built(2, lambda: optimizers.Adam(0.01), *norms)
     slower = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
     options: Any = {"batch_size": 8, "epochs": 2, "verbose": 0, "callbacks": [slower]}
     model.fit(X[:40], Y[:40], **options)
-    taken_apart: list[str] = []
-    for name in ("pack_now", "unpack_now"):
-        method = getattr(packed_state.Packing, name)
+    joined, taken_apart = list[int](), list[int]()
+    join, take_apart = packed_state.Packing.pack_now, packed_state.Packing.unpack_now
 
-        def counted(self: Any, state: Any, method: Any = method) -> Any:
-            taken_apart.append(method.__name__)
-            return method(self, state)
+    def joins(self: Any, arrays: Any) -> Any:
+        joined.extend(arrays)
+        return join(self, arrays)
 
-        monkeypatch.setattr(packed_state.Packing, name, counted)
+    def takes_apart(self: Any, buffer: int, value: Any) -> Any:
+        taken_apart.append(buffer)
+        return take_apart(self, buffer, value)
+
+    monkeypatch.setattr(packed_state.Packing, "pack_now", joins)
+    monkeypatch.setattr(packed_state.Packing, "unpack_now", takes_apart)
     model.fit(X[:40], Y[:40], **options)
-    assert taken_apart == []
+    assert len(set(joined)) == metrics_too  # Once an epoch.
+    assert joined == taken_apart == joined[:1] * 2
     np.testing.assert_allclose(model.optimizer.learning_rate.numpy(), 0.01 / 16)
     assert model.layers[1].moving_mean.numpy().any()
-    assert taken_apart == ["unpack_now"]
+    assert len(taken_apart) == len(joined) + 1
 
 
 def test_few_arrays_and_one_reduction(monkeypatch: Any) -> None:

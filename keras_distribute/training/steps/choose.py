@@ -27,13 +27,13 @@ from keras_distribute.training import adoption, batches
 from keras_distribute.training.steps import accumulating, state_shardings
 from keras_distribute.training.steps.accumulating import SLOTS
 from keras_distribute.training.steps.by_rows import step_by_rows
-from keras_distribute.training.steps.compiled_step import CompiledStep
+from keras_distribute.training.steps.compiled_step import CompiledStep, refuse_changed
 from keras_distribute.training.steps.long_weight import FlatStep
 from keras_distribute.training.steps.own_gradients import OwnGradients
 from keras_distribute.training.steps.packed_state import Packing, State, form_of
 from keras_distribute.training.steps.plan import StepPlan, note_mixed, plan_of
 from keras_distribute.training.steps.sharded import DividedState, sharded_step
-from keras_distribute.training.steps.state import StepState, is_held
+from keras_distribute.training.steps.state import StepState, ids_of, is_held
 from keras_distribute.training.steps.step_programs import CarriedStep, Step
 from keras_distribute.variables import DistributedVariable, check_same_values
 
@@ -123,13 +123,16 @@ def compiled_step(
     )
 
     def anew() -> CompiledStep:
-        _check_variables(strategy, compat.state_variables(trainer, kind))
+        now = compat.state_variables(trainer, kind)
+        _check_variables(strategy, now)
+        if kind == "train":
+            # The optimizer was built for its variables; there may be more metrics.
+            *built_for, _ = groups
+            if ids_of(now[: len(built_for)]) != ids_of(built_for):
+                refuse_changed(now, groups)
         return compiled_step(strategy, trainer, kind)
 
-    # A training step ends with its variables: the optimizer was built for them.
-    return CompiledStep(
-        strategy, packed, groups, plain, None if kind == "train" else anew
-    )
+    return CompiledStep(strategy, packed, groups, plain, anew)
 
 
 def _accumulating(

@@ -181,8 +181,6 @@ class CompiledStep:
             if self._anew is not None:
                 made = self._anew()
                 self._known |= made._known
-            elif self._carried.packing is not None:
-                refuse_changed(groups, self._groups)
             else:
                 programs = StepPrograms(self._strategy, self._carried, groups)
                 self._known[key] = self._carried, programs

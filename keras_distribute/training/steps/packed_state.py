@@ -13,13 +13,14 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import jax
+import numpy as np
 
-from keras_distribute.devices.mesh import ReplicaMesh
+from keras_distribute.devices.mesh import ReplicaMesh, on_host
 from keras_distribute.devices.placement import Placement
 from keras_distribute.training.steps import buffer_slices
 
@@ -27,8 +28,8 @@ SMALL_BYTES = 64 * 1024
 # Fewer small arrays are carried one by one: to take a buffer apart costs time, too.
 MANY = 64
 # Replicas on CPUs share few cores, and XLA hands what need not wait from thread to
-# thread, of which an update has several operations for each weight: a few pay as one.
-MANY_WEIGHTS_ON_CPUS = 3
+# thread, of which an update has several operations for each array: a few pay as one.
+MANY_WEIGHTS_ON_CPUS, MANY_METRICS_ON_CPUS = 3, 2
 
 Place = tuple[int, int]
 State = tuple[Any, ...]  # Groups of arrays, each a list.
@@ -92,24 +93,27 @@ class Packing:
         self._on_cpu = mesh.platform == "cpu"
         self.buffers = [list(places) for places in buffers]
         taken = {place for places in self.buffers for place in places} | set(single)
-        taken |= _used_between(state)
+        metrics, scalars = _used_between(state)
         small: defaultdict[Any, list[Place]] = defaultdict(list)
         for place in self._places():
-            if place not in taken and is_small(self._shape(place)):
-                small[self._shape(place).dtype].append(place)
-        self.buffers += [places for places in small.values() if len(places) >= MANY]
+            if place not in taken | scalars and is_small(self._shape(place)):
+                key = place in metrics, self._shape(place).dtype
+                small[key].append(place)
+        many = MANY_METRICS_ON_CPUS if on_few_cores(mesh) else math.inf
+        self.buffers += [
+            places
+            for (are_metrics, _), places in small.items()
+            if len(places) >= (many if are_metrics else MANY)
+        ]
+        self._of_metrics = [places[0] in metrics for places in self.buffers]
         self.is_divided = any(divided)
         shardings = [mesh.split if split else mesh.replicated for split in divided]
         shardings += [mesh.replicated] * (len(self.buffers) - len(shardings))
         self._shardings = list(map(rest.in_programs, shardings))
         self._mesh = mesh
-        self._join = jax.jit(
-            lambda arrays: list(map(self._joined, arrays)),
-            out_shardings=self._shardings,
-        )
+        self._joins: dict[tuple[int, ...], Callable[..., list[Any]]] = {}
         self._split = jax.jit(
-            lambda buffers: [self.parts(i, value) for i, value in enumerate(buffers)],
-            out_shardings=mesh.replicated,
+            self.parts, static_argnums=0, out_shardings=mesh.replicated
         )
 
     def __bool__(self) -> bool:
@@ -124,15 +128,10 @@ class Packing:
 
     def unpack(self, packed: Packed) -> State:
         """The state as it was."""
-        return self._filled(
-            packed.single,
-            [self.parts(i, value) for i, value in enumerate(packed.buffers)],
-        )
-
-    def _filled(self, single: State, arrays: list[list[Any]]) -> State:
-        state: State = tuple(list(group) for group in single)
-        for places, values in zip(self.buffers, arrays, strict=True):
-            for (group, index), value in zip(places, values, strict=True):
+        state: State = tuple(list(group) for group in packed.single)
+        for i, places in enumerate(self.buffers):
+            parts = self.parts(i, packed.buffers[i])
+            for (group, index), value in zip(places, parts, strict=True):
                 state[group][index] = value
         return state
 
@@ -147,13 +146,29 @@ class Packing:
 
         return packed_step
 
-    def pack_now(self, state: State) -> Packed:
-        """The state packed, on the devices; single arrays are the same objects."""
-        arrays = [
-            [self._mesh.brought(state[group][index]) for group, index in places]
-            for places in self.buffers
-        ]
-        return Packed(self._join(arrays), self.without_packed(state))
+    def pack_now(self, arrays: Mapping[int, Sequence[Any]]) -> dict[int, Any]:
+        """Some of the buffers, by their numbers, on the devices; from their arrays."""
+        if self._on_cpu:  # Where the host is, too: nothing has to be compiled.
+            return {
+                i: self._mesh.put(self._joined_on_host(each), self._shardings[i])
+                for i, each in arrays.items()
+            }
+        brought = [list(map(self._mesh.brought, each)) for each in arrays.values()]
+        return dict(zip(arrays, self._join(tuple(arrays))(brought), strict=True))
+
+    def _joined_on_host(self, arrays: Sequence[Any]) -> np.ndarray[Any, Any]:
+        parts = [a if isinstance(a, np.ndarray) else on_host(a) for a in arrays]
+        extra = self._extra(sum(part.size for part in parts))
+        parts.append(np.zeros(extra, parts[0].dtype))
+        return np.concatenate([part.ravel() for part in parts])
+
+    def _join(self, buffers: tuple[int, ...]) -> Callable[..., list[Any]]:
+        if buffers not in self._joins:
+            self._joins[buffers] = jax.jit(
+                lambda arrays: list(map(self._joined, arrays)),
+                out_shardings=[self._shardings[i] for i in buffers],
+            )
+        return self._joins[buffers]
 
     def form_packed(self, state: State) -> Packed:
         """`pack_now` of shapes alone: `jax.ShapeDtypeStruct`s with shardings."""
@@ -166,11 +181,16 @@ class Packing:
         ]
         return Packed(placed, self.without_packed(state))
 
-    def unpack_now(self, packed: Packed) -> State:
-        """The reverse."""
-        return self._filled(
-            packed.single, self._split(list(map(self._mesh.brought, packed.buffers)))
-        )
+    def unpack_now(self, buffer: int, value: Any) -> list[Any]:
+        """The arrays of one buffer, on the devices; where these are CPUs, on the
+        host.
+        """
+        if not self._on_cpu:
+            return self._split(buffer, self._mesh.brought(value))
+        shapes = [self._shape(place).shape for place in self.buffers[buffer]]
+        ends = np.cumsum(list(map(math.prod, shapes)))
+        parts = np.split(on_host(value).copy(), ends)  # A step will delete it.
+        return [p.reshape(s) for p, s in zip(parts[:-1], shapes, strict=True)]
 
     def shardings(self, groups: State) -> Packed:
         """Where the packed state is, from where the arrays are."""
@@ -184,13 +204,17 @@ class Packing:
 
     def _joined(self, arrays: Sequence[Any]) -> Any:
         size = sum(array.size for array in arrays)
-        # So that it can be divided.
-        return buffer_slices.joined(arrays, size + -size % self._multiple)
+        return buffer_slices.joined(arrays, size + self._extra(size))
+
+    def _extra(self, size: int) -> int:
+        """How many elements more a buffer has, so that it can be divided."""
+        return -size % self._multiple
 
     def parts(self, buffer: int, value: Any) -> list[Any]:
         """The arrays of one buffer."""
         shapes = [self._shape(place).shape for place in self.buffers[buffer]]
-        return buffer_slices.taken_apart(value, shapes, by_calls=self._on_cpu)
+        by_calls = self._on_cpu and not self._of_metrics[buffer]
+        return buffer_slices.taken_apart(value, shapes, by_calls=by_calls)
 
     def parts_of_buffers(self) -> list[list[tuple[Place, int, int]]]:
         """Of each buffer its arrays' places, first elements and sizes."""
@@ -215,17 +239,19 @@ class Packing:
         return self.form[place[0]][place[1]]
 
 
-def _used_between(state: Any) -> set[Place]:
+def _used_between(state: Any) -> tuple[set[Place], set[Place]]:
     """The places of what Keras reads or sets between two steps: metrics, and scalars of
     an optimizer, such as its learning rate. For one of them its whole buffer would be
-    taken apart, and filled again.
+    taken apart, and filled again: metrics, which are set together, may share their own.
     """
-    return {
-        (g, i)
-        for g, (name, group) in enumerate(state._asdict().items())
-        for i, array in enumerate(group)
-        if name == "metrics" or (name == "slots" and not array.shape)
-    }
+    metrics, scalars = set[Place](), set[Place]()
+    for g, (name, group) in enumerate(state._asdict().items()):
+        for i, array in enumerate(group):
+            if name == "metrics":
+                metrics.add((g, i))
+            elif name == "slots" and not array.shape:
+                scalars.add((g, i))
+    return metrics, scalars
 
 
 def form_of(
@@ -239,8 +265,12 @@ def form_of(
 
 def many_weights(mesh: ReplicaMesh) -> int:
     """How many small weights are one long weight."""
-    on_cpus = mesh.platform == "cpu" and mesh.num_replicas > 1
-    return MANY_WEIGHTS_ON_CPUS if on_cpus else MANY
+    return MANY_WEIGHTS_ON_CPUS if on_few_cores(mesh) else MANY
+
+
+def on_few_cores(mesh: ReplicaMesh) -> bool:
+    """Whether several devices are CPUs, which share its cores."""
+    return mesh.platform == "cpu" and mesh.num_replicas > 1
 
 
 def is_small(array: Any) -> bool:

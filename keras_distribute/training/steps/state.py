@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import jax
+import numpy as np
 
 from keras_distribute._compat import trees
 from keras_distribute.devices.launches import Landing, launches
@@ -84,25 +84,23 @@ class StepState(Holder):
         )
         self.groups, self._packing = groups, packing
         self._components = frozenset(components)
-        self._unpacked: tuple[Any, State | None] = (None, None)
+        self._unpacked: tuple[Any, dict[int, list[Any]]] = (None, {})
         self._stored: dict[Place, Any] = {}
-        places, self._structure = order_of(groups, packing)
+        places, _ = order_of(groups, packing)
         self._index = {place: i for i, place in enumerate(places)}
+        self._in_buffer = {
+            place: (buffer, i)
+            for buffer, places in enumerate(packing.buffers if packing else ())
+            for i, place in enumerate(places)
+        }
 
     def is_of(self, groups: Sequence[Sequence[Any]]) -> bool:
         """Whether it holds the values of these variables, in this order."""
         return groups is self.groups or ids_of(groups) == ids_of(self.groups)
 
-    def as_groups(self) -> State:
-        """The values as Keras's groups; of what is in buffers, too."""
-        return tuple(
-            [self._element((g, i), variable) for i, variable in enumerate(group)]
-            for g, group in enumerate(self.groups)
-        )
-
     def take(self) -> Any:
         # The arrays end with their step.
-        self._unpacked, self._stored = (None, None), {}
+        self._unpacked, self._stored = (None, {}), {}
         return super().take()
 
     def put(self, groups: State) -> None:
@@ -116,7 +114,7 @@ class StepState(Holder):
         """Frees the arrays: its variables have no value before they are assigned."""
         with launches.lock:
             launches.settle()
-            self._unpacked, self._stored = (None, None), {}
+            self._unpacked, self._stored = (None, {}), {}
             for _, arrays in self.landing:
                 for array in arrays:
                     if array is not None:
@@ -155,18 +153,29 @@ class StepState(Holder):
     def _element_of(self, place: Place, _: DistributedVariable) -> Any:
         state = self.landing[-1][1]
         if self._unpacked[0] is not state:
-            self._unpacked, self._stored = (state, None), {}
+            self._unpacked, self._stored = (state, {}), {}
         return self._element_in(state, place)
 
     def _with(self, changed: dict[Place, DistributedVariable]) -> list[Any]:
-        if self.landing and all(place in self._index for place in changed):
-            leaves = list(self.landing[-1][1])
-            for place, variable in changed.items():
-                leaves[self._index[place]] = self._element(place, variable)
-            return leaves
-        groups = self.as_groups()
-        packing = self._packing
-        return jax.tree.leaves(groups if packing is None else packing.pack_now(groups))
+        state: list[Any] = [None] * len(self._index)
+        leaves = list(self.landing[-1][1]) if self.landing else state
+        arrays = dict[int, list[Any]]()
+        for place, variable in changed.items():
+            if place in self._index:
+                value = self._element(place, variable)
+                if isinstance(value, np.ndarray):
+                    value = variable.replica_mesh.put(value, variable.value_sharding)
+                leaves[self._index[place]] = value
+            elif (buffer := self._in_buffer[place][0]) not in arrays:
+                assert self._packing is not None
+                arrays[buffer] = [
+                    self._element((g, i), self.groups[g][i])
+                    for g, i in self._packing.buffers[buffer]
+                ]
+        if self._packing is not None and arrays:
+            for buffer, value in self._packing.pack_now(arrays).items():
+                leaves[self._index[-1, buffer]] = value
+        return leaves
 
     def _element(self, place: Place, variable: DistributedVariable) -> Any:
         """What the step takes for a variable."""
@@ -183,7 +192,7 @@ class StepState(Holder):
     def _array(self, place: Place, variable: DistributedVariable) -> Any:
         if self._unpacked[0] is not self.landing[-1][1] or place not in self._stored:
             element = self._element_of(place, variable)
-            if element is None or element.is_deleted():
+            if element is None:
                 return None
             if place not in self._components:
                 element = variable._as_stored(element)
@@ -191,17 +200,18 @@ class StepState(Holder):
         return self._stored[place]
 
     def _element_in(self, state: list[Any], place: Place) -> Any:
+        """An array of the state; `None` for one that was deleted."""
         if place in self._index:
-            return state[self._index[place]]
+            array = state[self._index[place]]
+            return None if array is None or array.is_deleted() else array
         assert self._packing is not None
-        if self._unpacked[1] is None:
-            packed = jax.tree.unflatten(self._structure, state)
-            if any(buffer.is_deleted() for buffer in packed.buffers):
+        buffer, i = self._in_buffer[place]
+        if buffer not in self._unpacked[1]:
+            value = state[self._index[-1, buffer]]
+            if value.is_deleted():
                 return None
-            self._unpacked = state, self._packing.unpack_now(packed)
-        groups = self._unpacked[1]
-        assert groups is not None
-        return groups[place[0]][place[1]]
+            self._unpacked[1][buffer] = self._packing.unpack_now(buffer, value)
+        return self._unpacked[1][buffer][i]
 
 
 class ArrayState:
