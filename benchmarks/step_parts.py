@@ -97,7 +97,7 @@ def without_devices(round_: Round, outputs: Any) -> None:
     """A round whose programs return `outputs`, and whose batches are arrays that were
     there before.
     """
-    transfer, known = ReplicaMesh._of_host, dict[Any, Any]()
+    transfer, known = ReplicaMesh._rows_of_host, dict[Any, Any]()
 
     def nothing(self: Any, landing: Any, *arguments: Any) -> None:
         landing.append((outputs, arguments[0]))
@@ -110,7 +110,7 @@ def without_devices(round_: Round, outputs: Any) -> None:
 
     with (
         mock.patch.object(Executable, "launch", nothing),
-        mock.patch.object(ReplicaMesh, "_of_host", same),
+        mock.patch.object(ReplicaMesh, "_rows_of_host", same),
     ):
         round_()
 

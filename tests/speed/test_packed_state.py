@@ -4,6 +4,7 @@ there whenever somebody looks.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from keras import layers, optimizers
 
 import keras_distribute as kd
+from keras_distribute._compat import optimizer as compat_optimizer
 from keras_distribute.training.steps import packed_state
 from tests.support import mirrored, mirrored_or_default, pack_from, traced_programs
 
@@ -285,6 +287,17 @@ def test_input_that_breaks_before_the_first_step_changes_nothing(packed: bool) -
         model.fit(Broken(), verbose=0)
     for a, b in zip(before, model.variables, strict=True):
         np.testing.assert_array_equal(a, b.numpy())
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *WHOLE])
+def test_an_optimizer_for_other_weights_takes_no_memory(name: str) -> None:
+    optimizer = (OPTIMIZERS | WHOLE)[name]()
+    optimizer.build([keras.Variable(np.ones((4, 3), "float32"))])
+    copy = compat_optimizer.same_for(optimizer, [((10**7, 10**7), "float32")])
+    assert len(copy.variables) == len(optimizer.variables)
+    assert all(variable._value is None for variable in copy.variables)
+    assert max(math.prod(v.shape) for v in copy._trainable_variables) == 10**14
 
 
 def test_later_epochs_compile_nothing(packed: bool, compilations: Any) -> None:

@@ -213,6 +213,7 @@ class Packing:
     def parts(self, buffer: int, value: Any) -> list[Any]:
         """The arrays of one buffer."""
         shapes = [self._shape(place).shape for place in self.buffers[buffer]]
+        # Metrics are few, and what follows a call is handed from thread to thread.
         by_calls = self._on_cpu and not self._of_metrics[buffer]
         return buffer_slices.taken_apart(value, shapes, by_calls=by_calls)
 
