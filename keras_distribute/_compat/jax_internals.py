@@ -112,12 +112,13 @@ check(jax.stages.Compiled, "_call")
 check(core.Tracer, "_trace")
 
 
-def without_unused(jaxpr: Any) -> Any:
-    """The same program, of the same inputs, without operations whose results nothing
+def without_unused(program: Any) -> Any:
+    """The same program, a `ClosedJaxpr`, without operations whose results nothing
     needs; also inside of loops and conditions.
     """
-    needed = [True] * len(jaxpr.outvars)
-    return partial_eval.dce_jaxpr(jaxpr, needed, instantiate=True)[0]
+    needed = [True] * len(program.jaxpr.outvars)
+    used, _ = partial_eval.dce_jaxpr(program.jaxpr, needed, instantiate=True)
+    return program.replace(jaxpr=used)
 
 
 def call_without_python(compiled: jax.stages.Compiled) -> Callable[..., Any] | None:

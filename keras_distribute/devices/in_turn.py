@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from keras_distribute._compat.jax_internals import without_unused
 from keras_distribute.devices import jaxprs, unknown
 from keras_distribute.devices.communication import HOLDING
 from keras_distribute.devices.flat_arrays import is_key
@@ -36,14 +37,13 @@ def in_turn(
     """
 
     def change(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
-        return _written(all_traced_again(program, rewritings))
+        # What waits for a result would keep what nothing else needs.
+        return _written(without_unused(all_traced_again(program, rewritings)))
 
     return jaxprs.by_changed_program(body, change)
 
 
 def _written(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    # What waits for a result would keep what nothing else needs.
-    program = jaxprs.without_unused(program)
     if not jaxprs.has(program, _holds_collectives):
         return program
 

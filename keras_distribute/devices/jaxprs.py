@@ -13,8 +13,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from keras_distribute._compat import jax_internals
-
 # JAX wants to know where a program is from.
 ORIGIN = core.DebugInfo("keras_distribute", "a part of a function", None, None)
 
@@ -256,14 +254,6 @@ def part_of(
     )
     taken = [i for i, v in enumerate(jaxpr.invars) if v in needed]
     return core.ClosedJaxpr(alone, program.consts), taken
-
-
-def without_unused(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The same function without operations whose results nothing needs, also inside of
-    loops and conditions.
-    """
-    jaxpr = jax_internals.without_unused(program.jaxpr)
-    return core.ClosedJaxpr(jaxpr, program.consts)
 
 
 def between(

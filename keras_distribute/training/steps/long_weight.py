@@ -104,9 +104,8 @@ class FlatStep:
 
     def __call__(self, packed: Packed, data: Any) -> tuple[Any, Packed]:
         """The logs and the new state."""
-        buffers, single = packed.buffers, packed.single
-        rest = Packed([None] * self._num_buffers + buffers[self._num_buffers :], single)
-        state = self._unpacked(rest)
+        buffers = packed.buffers
+        state = TrainState(*self.packing.unpack(packed, self._num_buffers))
         carried = state._replace(
             weights=[buffers[0], *(state.weights[i] for i in self._large)],
             slots=self._carried_slots(buffers, state.slots),
@@ -167,17 +166,6 @@ class FlatStep:
             for i in range(self._num_buffers, len(self.packing.buffers))
         ]
         return Packed([*flat, *rest], self.packing.without_packed(new))
-
-    def _unpacked(self, packed: Packed) -> TrainState:
-        """The state but for what is in the buffers of weights and slots."""
-        state = TrainState(*map(list, packed.single))
-        for i in range(self._num_buffers, len(self.packing.buffers)):
-            places: list[Place] = self.packing.buffers[i]
-            for (group, index), value in zip(
-                places, self.packing.parts(i, packed.buffers[i]), strict=True
-            ):
-                state[group][index] = value
-        return state
 
 
 def _slots_match(optimizer: Any, weights: list[Any], slots: list[Any]) -> bool:

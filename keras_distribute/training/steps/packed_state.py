@@ -126,12 +126,12 @@ class Packing:
             self.without_packed(state),
         )
 
-    def unpack(self, packed: Packed) -> State:
-        """The state as it was."""
+    def unpack(self, packed: Packed, first: int = 0) -> State:
+        """The state as it was, but for what is in the buffers before `first`."""
         state: State = tuple(list(group) for group in packed.single)
-        for i, places in enumerate(self.buffers):
+        for i in range(first, len(self.buffers)):
             parts = self.parts(i, packed.buffers[i])
-            for (group, index), value in zip(places, parts, strict=True):
+            for (group, index), value in zip(self.buffers[i], parts, strict=True):
                 state[group][index] = value
         return state
 
@@ -187,7 +187,7 @@ class Packing:
         """
         if not self._on_cpu:
             return self._split(buffer, self._mesh.brought(value))
-        shapes = [self._shape(place).shape for place in self.buffers[buffer]]
+        shapes = self._shapes(buffer)
         ends = np.cumsum(list(map(math.prod, shapes)))
         parts = np.split(on_host(value).copy(), ends)  # A step will delete it.
         return [p.reshape(s) for p, s in zip(parts[:-1], shapes, strict=True)]
@@ -212,16 +212,15 @@ class Packing:
 
     def parts(self, buffer: int, value: Any) -> list[Any]:
         """The arrays of one buffer."""
-        shapes = [self._shape(place).shape for place in self.buffers[buffer]]
         # Metrics are few, and what follows a call is handed from thread to thread.
         by_calls = self._on_cpu and not self._of_metrics[buffer]
-        return buffer_slices.taken_apart(value, shapes, by_calls=by_calls)
+        return buffer_slices.taken_apart(value, self._shapes(buffer), by_calls=by_calls)
 
     def parts_of_buffers(self) -> list[list[tuple[Place, int, int]]]:
         """Of each buffer its arrays' places, first elements and sizes."""
         found: list[list[tuple[Place, int, int]]] = []
-        for places in self.buffers:
-            sizes = [math.prod(self._shape(place).shape) for place in places]
+        for buffer, places in enumerate(self.buffers):
+            sizes = list(map(math.prod, self._shapes(buffer)))
             starts = itertools.accumulate(sizes, initial=0)
             found.append(list(zip(places, starts, sizes, strict=False)))
         return found
@@ -235,6 +234,9 @@ class Packing:
 
     def _places(self) -> list[Place]:
         return [(g, i) for g, group in enumerate(self.form) for i in range(len(group))]
+
+    def _shapes(self, buffer: int) -> list[tuple[int, ...]]:
+        return [self._shape(place).shape for place in self.buffers[buffer]]
 
     def _shape(self, place: Place) -> jax.ShapeDtypeStruct:
         return self.form[place[0]][place[1]]
