@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import report
+from workloads import resnet50
 
 LARGEST = 1200  # Seconds that one program may take.
 PROGRAMS = {
@@ -49,14 +50,6 @@ class Case:
     build: Callable[[], Any]
     rows: int
     topology: str = "v5e:2x2"
-
-
-def resnet50() -> Any:
-    """Keras's ResNet-50."""
-    import keras
-
-    logits = {"classes": 10, "classifier_activation": "linear"}
-    return keras.applications.ResNet50(weights=None, input_shape=(64, 64, 3), **logits)
 
 
 def transformer() -> Any:

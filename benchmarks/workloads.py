@@ -133,6 +133,14 @@ def lstm() -> Any:
     return keras.Sequential([keras.Input((50, 16)), layers.LSTM(64), layers.Dense(10)])
 
 
+def resnet50() -> Any:
+    """Keras's ResNet-50, for small images."""
+    import keras
+
+    logits = {"classes": 10, "classifier_activation": "linear"}
+    return keras.applications.ResNet50(weights=None, input_shape=(64, 64, 3), **logits)
+
+
 VARIANTS = {
     "dropout": "with dropout",
     "bfloat16": "in mixed_bfloat16",
@@ -212,6 +220,9 @@ WORKLOADS = PLAIN | {
     for name in ("mlp", "cnn", "transformer")
     for variant, title in VARIANTS.items()
 }
+WORKLOADS["resnet50_small"] = Workload(
+    "ResNet-50, 16 rows of 64 × 64", resnet50, (64, 64, 3), 16, 1
+)
 
 
 def published(name: str, *arguments: Any) -> Callable[[], Any]:

@@ -186,25 +186,73 @@ def traced_again(
 
 
 def retraced(
-    program: core.ClosedJaxpr,
-    rule: Callable[[Any, list[Any]], list[Any]],
-    axes: Sequence[tuple[str, int]] = (),
+    program: core.ClosedJaxpr, rule: Callable[[Any, list[Any]], list[Any]]
 ) -> core.ClosedJaxpr:
-    """What `evaluated` computes, as a program.
-
-    Args:
-        axes: Those over which it communicates, with their lengths.
-    """
+    """What `evaluated` computes, as a program."""
 
     def outputs(*inputs: Any) -> list[Any]:
         return evaluated(program, inputs, rule)
 
-    return jax.make_jaxpr(outputs, axis_env=list(axes))(
-        *(
-            jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type)
-            for a in program.in_avals
+    return jax.make_jaxpr(outputs)(*_shapes(program.in_avals))
+
+
+def with_replaced(
+    program: core.ClosedJaxpr,
+    change: Callable[[Any], Any],
+    axes: Sequence[tuple[str, int]] = (),
+) -> core.ClosedJaxpr:
+    """A program with some of its operations replaced. The others are not traced again.
+
+    Args:
+        change: From an operation to the one that it is to be, or to a function from
+            its operands to its results.
+        axes: Those over which it communicates, with their lengths.
+    """
+    jaxpr = program.jaxpr
+    constants = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    eqns: list[Any] = []
+
+    def kept(eqn: Any, given: list[Any]) -> list[Any]:
+        eqns.append(eqn.replace(invars=given))
+        return eqn.outvars
+
+    def results(eqn: Any, given: list[Any]) -> list[Any]:
+        new = change(eqn)
+        if not callable(new):
+            return kept(new, given)
+        variables = [atom for atom in given if not isinstance(atom, core.Literal)]
+
+        def outputs(*values: Any) -> Any:
+            left = iter(values)
+            return new(
+                *(a.val if isinstance(a, core.Literal) else next(left) for a in given)
+            )
+
+        traced = jax.make_jaxpr(outputs, axis_env=list(axes))(
+            *_shapes([variable.aval for variable in variables])
         )
+        constants.update(zip(traced.jaxpr.constvars, traced.consts, strict=True))
+        return of_variables(traced.jaxpr, variables, kept)
+
+    def of_variables(
+        inner: core.Jaxpr,
+        given: Sequence[Any],
+        rule: Callable[[Any, list[Any]], list[Any]],
+    ) -> list[Any]:
+        program = core.ClosedJaxpr(inner, inner.constvars)
+        return evaluated(program, given, rule, lambda atom: atom)
+
+    outvars = of_variables(jaxpr, jaxpr.invars, results)
+    made = core.Jaxpr(
+        list(constants), jaxpr.invars, outvars, eqns, jaxpr.effects, jaxpr.debug_info
     )
+    return core.ClosedJaxpr(made, list(constants.values()))
+
+
+def _shapes(avals: Sequence[Any]) -> list[Any]:
+    return [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals
+    ]
 
 
 def by_changed_program(

@@ -46,12 +46,14 @@ class Rewriting:
             return program
         inner = functools.partial(self.traced_again, axes=axes)
 
-        def results(eqn: Any, given: list[Any]) -> list[Any]:
+        def changed(eqn: Any) -> Any:
             if eqn.primitive.name != _OF_EACH_DEVICE:
                 eqn = jaxprs.with_programs(eqn, inner)
-            return (self.rule if self.is_one(eqn) else jaxprs.bound)(eqn, given)
+            if not self.is_one(eqn):
+                return eqn
+            return lambda *given: self.rule(eqn, list(given))
 
-        return jaxprs.retraced(program, results, axes)
+        return jaxprs.with_replaced(program, changed, axes)
 
 
 def rewritten(
