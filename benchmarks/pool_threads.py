@@ -45,25 +45,58 @@ def measured(names: Sequence[str], numbers: Sequence[int], rounds: int) -> Found
 
 
 def described(found: Found) -> str:
-    """A table: the numbers of threads are its columns."""
-    numbers = list(next(iter(found.values())))
-    rows = []
-    for name, by_number in found.items():
-        comparison = COMPARISONS[name]
-        title = f"{WORKLOADS[comparison.workload].title}, {comparison.devices} devices"
+    """Two tables, whose columns are the numbers of threads: the times, and what was to
+    be reached.
+    """
+    each_numbers = {int(number) for by_number in found.values() for number in by_number}
+    numbers = [str(number) for number in sorted(each_numbers)]
+    times, ratios = list[list[str]](), list[list[str]]()
+    for name in filter(found.__contains__, COMPARISONS):
+        comparison, by_number = COMPARISONS[name], found[name]
+        workload = WORKLOADS[comparison.workload].title
+        count = comparison.devices
+        devices = "one device" if count == 1 else f"{count} devices"
+        title = f"{workload}, `{comparison.kind}`, {devices}"
+        measured = [by_number.get(number, {}) for number in numbers]
+        limits = [
+            limit
+            for limit in comparison.limits
+            if all(each in next(iter(by_number.values())) for each in limit[:2])
+        ]
+        ratios += [
+            [
+                "" if i else title,
+                f"{TITLES[ours]} / {TITLES[other]}",
+                f"{limit:.2f}",
+                *(_compared(each, ours, other, limit) for each in measured),
+            ]
+            for i, (ours, other, limit) in enumerate(limits)
+        ]
         for contender in next(iter(by_number.values())):
-            cells = []
-            for times in by_number.values():
-                took = statistics.median(times[contender])
-                base = statistics.median(next(iter(times.values())))
-                cells.append(f"{took:.2f}, {took / base:.2f} ×")
-            rows.append([title, TITLES[contender], *cells])
+            cells = [_time(each, contender) for each in measured]
+            times.append([title, TITLES[contender], *cells])
             title = ""
-    header = ["", "", *(f"{number} threads" for number in numbers)]
-    table = report.table(header, rows, "ll" + "r" * len(numbers))
+    threads, align = [f"{number} threads" for number in numbers], "r" * len(numbers)
     return (
-        f"### Threads of XLA's pool for each device\n\n{table}\n\nMilliseconds a step "
-        "of `fit`, and the ratio to the first contender with as many threads. Without "
-        f"`--threads-per-device` there are {THREADS_PER_DEVICE}, as "
-        "`kd.config.set_cpu_devices` has it."
+        "### Threads of XLA's pool for each device\n\n"
+        f"{report.table(['', '', *threads], times, f'll{align}')}\n\n"
+        "Milliseconds a step. Without `--threads-per-device` there are "
+        f"{THREADS_PER_DEVICE}, as `kd.config.set_cpu_devices` has it.\n\n"
+        f"{report.table(['', '', 'at most', *threads], ratios, f'llr{align}')}\n\n"
+        "What is missed is in bold. Each number of threads is a run of its own."
     )
+
+
+def _time(times: dict[str, list[float]], contender: str) -> str:
+    return f"{statistics.median(times[contender]):.2f}" if times else "–"
+
+
+def _compared(
+    times: dict[str, list[float]], ours: str, other: str, limit: float
+) -> str:
+    """The median of the rounds' own ratios."""
+    if not times:
+        return "–"
+    both = zip(times[ours], times[other], strict=True)
+    ratio = statistics.median(a / b for a, b in both)
+    return f"{ratio:.2f}" if ratio <= limit else f"**{ratio:.2f}**"

@@ -9,7 +9,7 @@
     python benchmarks/step_time.py --only mlp_fit
     # Writes nothing:
     python benchmarks/step_time.py --only mlp_fit --dry
-    # With as many threads in XLA's pool for each device, in a table of their own:
+    # With as many threads in XLA's pool for each device, in tables of their own:
     python benchmarks/step_time.py --threads-per-device 4,8,16
 
 The devices are virtual CPU devices that share the machine's cores: this measures what
@@ -215,7 +215,7 @@ def main() -> None:
         threads = pool_threads.measured(names, counts, arguments.rounds)
         print(pool_threads.described(threads))
         if not arguments.dry:
-            write(stored(), threads=threads)
+            write(stored(), threads=_facts().get("threads", {}) | threads)
         return
     every = stored() if arguments.only else {}
     loads: dict[str, float] = {}
