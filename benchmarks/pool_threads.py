@@ -57,7 +57,7 @@ def described(found: Found) -> str:
         count = comparison.devices
         devices = "one device" if count == 1 else f"{count} devices"
         title = f"{workload}, `{comparison.kind}`, {devices}"
-        measured = [by_number.get(number, {}) for number in numbers]
+        each_time = [by_number.get(number, {}) for number in numbers]
         limits = [
             limit
             for limit in comparison.limits
@@ -68,12 +68,12 @@ def described(found: Found) -> str:
                 "" if i else title,
                 f"{TITLES[ours]} / {TITLES[other]}",
                 f"{limit:.2f}",
-                *(_compared(each, ours, other, limit) for each in measured),
+                *(_compared(each, ours, other, limit) for each in each_time),
             ]
             for i, (ours, other, limit) in enumerate(limits)
         ]
         for contender in next(iter(by_number.values())):
-            cells = [_time(each, contender) for each in measured]
+            cells = [_time(each, contender) for each in each_time]
             times.append([title, TITLES[contender], *cells])
             title = ""
     threads, align = [f"{number} threads" for number in numbers], "r" * len(numbers)

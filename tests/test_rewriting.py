@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from keras_distribute.devices.rewriting import Rewriting, all_traced_again
+from keras_distribute.devices.rewriting import Rewriting, all_rewritten
 
 TABLE = np.array([0.25, -1.0, 3.0], "float32")
 
@@ -27,7 +27,7 @@ def test_operations_are_replaced_and_the_others_kept():
         return jnp.tanh(jax.jit(lambda y: jnp.sin(y) - offset)(x)), x * 2.0
 
     program = jax.make_jaxpr(function)(TABLE)
-    again = all_traced_again(program, (SINES, PRODUCTS))
+    again = all_rewritten(program, (SINES, PRODUCTS))
     x = np.array([0.5, 1.5, -2.0], "float32")
     first, second = core.jaxpr_as_fun(again)(x)
     np.testing.assert_allclose(first, np.tanh(np.cos(x) + TABLE - offset), rtol=1e-6)
@@ -40,7 +40,7 @@ def test_operations_are_replaced_and_the_others_kept():
 def test_what_one_rewriting_makes_the_next_one_sees():
     doubled = Rewriting(_named("add"), lambda eqn, given: [given[0] * given[1]])
     program = jax.make_jaxpr(lambda x: x + 3.0)(TABLE)
-    again = all_traced_again(program, (doubled, PRODUCTS))
+    again = all_rewritten(program, (doubled, PRODUCTS))
     np.testing.assert_allclose(core.jaxpr_as_fun(again)(TABLE)[0], TABLE + 3.0)
     assert [eqn.primitive.name for eqn in again.eqns] == ["add"]
 
@@ -50,7 +50,7 @@ def test_results_may_be_operands_and_may_be_given_back_twice():
         y = jnp.exp(x)
         return y, y, jnp.tanh(y), x
 
-    again = all_traced_again(jax.make_jaxpr(function)(TABLE), (UNCHANGED,))
+    again = all_rewritten(jax.make_jaxpr(function)(TABLE), (UNCHANGED,))
     results = core.jaxpr_as_fun(again)(TABLE)
     for got, expected in zip(
         results, (TABLE, TABLE, np.tanh(TABLE), TABLE), strict=True
@@ -67,7 +67,7 @@ def test_gradients_and_loops_of_what_is_rewritten():
 
     program = jax.make_jaxpr(jax.value_and_grad(function))(TABLE)
     squares = Rewriting(_named("sin"), lambda eqn, given: [given[0] ** 2])
-    again = all_traced_again(program, (squares,))
+    again = all_rewritten(program, (squares,))
     value, gradient = core.jaxpr_as_fun(again)(TABLE)
     rows = np.arange(6.0).reshape(2, 3) * TABLE
     np.testing.assert_allclose(value, (rows**2).sum(), rtol=1e-6)
@@ -77,4 +77,4 @@ def test_gradients_and_loops_of_what_is_rewritten():
 
 def test_a_program_that_needs_nothing_is_itself():
     program = jax.make_jaxpr(jnp.tanh)(TABLE)
-    assert all_traced_again(program, (SINES, PRODUCTS)) is program
+    assert all_rewritten(program, (SINES, PRODUCTS)) is program

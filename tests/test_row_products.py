@@ -84,7 +84,7 @@ def test_what_is_left_alone(spec: str, dtype: str) -> None:
     shapes = [(4,) * len(letters) for letters in spec.split("->")[0].split(",")]
     arrays = [drawn(seed, shape, dtype) for seed, shape in enumerate(shapes)]
     program = jax.make_jaxpr(lambda *given: jnp.einsum(spec, *given))(*arrays)
-    assert row_products.IN_ONE_DIMENSION.traced_again(program) is program
+    assert row_products.IN_ONE_DIMENSION.applied(program) is program
 
 
 def test_precision_and_dtype_are_kept() -> None:

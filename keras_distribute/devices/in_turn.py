@@ -24,7 +24,7 @@ from keras_distribute.devices import jaxprs, unknown
 from keras_distribute.devices.communication import HOLDING
 from keras_distribute.devices.flat_arrays import is_key
 from keras_distribute.devices.replication_proof import communicates
-from keras_distribute.devices.rewriting import Rewriting, all_traced_again
+from keras_distribute.devices.rewriting import Rewriting, all_rewritten
 
 
 def in_turn(
@@ -38,7 +38,7 @@ def in_turn(
 
     def change(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
         # What waits for a result would keep what nothing else needs.
-        return _written(without_unused(all_traced_again(program, rewritings)))
+        return _written(without_unused(all_rewritten(program, rewritings)))
 
     return jaxprs.by_changed_program(body, change)
 

@@ -232,21 +232,29 @@ def with_replaced(
             *_shapes([variable.aval for variable in variables])
         )
         constants.update(zip(traced.jaxpr.constvars, traced.consts, strict=True))
-        return of_variables(traced.jaxpr, variables, kept)
+        return in_variables(traced.jaxpr, traced.jaxpr.constvars, variables, kept)
 
-    def of_variables(
-        inner: core.Jaxpr,
-        given: Sequence[Any],
-        rule: Callable[[Any, list[Any]], list[Any]],
-    ) -> list[Any]:
-        program = core.ClosedJaxpr(inner, inner.constvars)
-        return evaluated(program, given, rule, lambda atom: atom)
-
-    outvars = of_variables(jaxpr, jaxpr.invars, results)
+    outvars = in_variables(jaxpr, jaxpr.constvars, jaxpr.invars, results)
     made = core.Jaxpr(
         list(constants), jaxpr.invars, outvars, eqns, jaxpr.effects, jaxpr.debug_info
     )
     return core.ClosedJaxpr(made, list(constants.values()))
+
+
+def in_variables(
+    jaxpr: core.Jaxpr,
+    constants: Sequence[Any],
+    inputs: Sequence[Any],
+    rule: Callable[[Any, list[Any]], list[Any]],
+) -> list[Any]:
+    """The variables of a program's outputs, for those of its constants and inputs.
+
+    Args:
+        rule: From an operation and the variables of its operands to those of its
+            results.
+    """
+    program = core.ClosedJaxpr(jaxpr, constants)
+    return evaluated(program, inputs, rule, lambda atom: atom)
 
 
 def _shapes(avals: Sequence[Any]) -> list[Any]:

@@ -58,8 +58,7 @@ class _Merging:
         """The variables of a program's outputs, for those of its inputs."""
         constants = zip(program.consts, program.jaxpr.constvars, strict=True)
         known = [self._constant(value, var.aval) for value, var in constants]
-        closed = core.ClosedJaxpr(program.jaxpr, known)
-        return jaxprs.evaluated(closed, inputs, self._results, lambda atom: atom)
+        return jaxprs.in_variables(program.jaxpr, known, inputs, self._results)
 
     def _constant(self, value: Any, aval: Any) -> core.Var:
         var = core.Var(aval)

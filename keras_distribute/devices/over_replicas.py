@@ -17,7 +17,7 @@ from keras_distribute.devices.convolutions import IN_ORDER
 from keras_distribute.devices.in_turn import in_turn
 from keras_distribute.devices.merging import merged
 from keras_distribute.devices.mesh import ReplicaMesh
-from keras_distribute.devices.rewriting import all_traced_again, rewritten
+from keras_distribute.devices.rewriting import all_rewritten, rewritten
 from keras_distribute.devices.series import Series, Value
 
 _IN_LOOPS_OF_CPUS = (*on_cpus.OF_ONE_DEVICE, IN_ORDER)
@@ -92,7 +92,7 @@ def _in_series(
         program, results = jax.make_jaxpr(
             one_replica, axis_env=axes, return_shape=True
         )(*shapes)
-        parts = merged(all_traced_again(program, rewritings, axes))
+        parts = merged(all_rewritten(program, rewritings, axes))
         out = _for_leaves(out_specs, results)
         returned = list(map(_split_axis, out))
 

@@ -34,7 +34,7 @@ class Rewriting:
         """Whether a traced program has such operations."""
         return jaxprs.has(program, self.is_one, but_in=(_OF_EACH_DEVICE,))
 
-    def traced_again(
+    def applied(
         self, program: core.ClosedJaxpr, axes: Sequence[tuple[str, int]] = ()
     ) -> core.ClosedJaxpr:
         """A program, written so if it has such operations.
@@ -44,7 +44,7 @@ class Rewriting:
         """
         if not self.is_in(program):
             return program
-        inner = functools.partial(self.traced_again, axes=axes)
+        inner = functools.partial(self.applied, axes=axes)
 
         def changed(eqn: Any) -> Any:
             if eqn.primitive.name != _OF_EACH_DEVICE:
@@ -61,11 +61,11 @@ def rewritten(
 ) -> Callable[..., Any]:
     """The same function, with those of the rewritings that it needs."""
 
-    change = functools.partial(all_traced_again, rewritings=rewritings)
+    change = functools.partial(all_rewritten, rewritings=rewritings)
     return jaxprs.by_changed_program(function, change)
 
 
-def all_traced_again(
+def all_rewritten(
     program: core.ClosedJaxpr,
     rewritings: Sequence[Rewriting],
     axes: Sequence[tuple[str, int]] = (),
@@ -76,7 +76,7 @@ def all_traced_again(
         axes: Those over which it communicates, with their lengths.
     """
     for rewriting in rewritings:
-        program = rewriting.traced_again(program, axes)
+        program = rewriting.applied(program, axes)
     return program
 
 

@@ -21,7 +21,7 @@ from jax.extend import core
 from keras_distribute import checks
 from keras_distribute.devices import on_cpus
 from keras_distribute.devices.jaxprs import part_of
-from keras_distribute.devices.rewriting import all_traced_again
+from keras_distribute.devices.rewriting import all_rewritten
 from keras_distribute.errors import VariableScopeError
 from keras_distribute.remote.frames import Header
 from keras_distribute.run.arguments import Call
@@ -228,7 +228,7 @@ class _Made:
         place = {i: k for k, i in enumerate(order)}
         program = self._program
         if set(platforms) == {"cpu"}:
-            program = all_traced_again(program, on_cpus.OF_EACH_ROW)
+            program = all_rewritten(program, on_cpus.OF_EACH_ROW)
         run = core.jaxpr_as_fun(program)
         function = functools.partial(self._outputs, run, [*pushed, *changed])
         avals = self._program.in_avals

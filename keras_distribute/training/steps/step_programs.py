@@ -27,7 +27,7 @@ from keras_distribute.devices import (
 from keras_distribute.devices.convolutions import is_convolution
 from keras_distribute.devices.launches import Executable, launches
 from keras_distribute.devices.mesh import REPLICA_AXIS, ReplicaMesh, copied_to_devices
-from keras_distribute.devices.rewriting import Rewriting, all_traced_again
+from keras_distribute.devices.rewriting import Rewriting, all_rewritten
 from keras_distribute.errors import ValueStructureError
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training import batches
@@ -213,7 +213,7 @@ class StepPrograms:
             self._is_whole[key] = scatters_rows
             if scatters_rows:
                 return self._jitted(placed, size)
-        program = all_traced_again(traced.jaxpr, self._rewritings(placed))
+        program = all_rewritten(traced.jaxpr, self._rewritings(placed))
         if program is traced.jaxpr:
             return made, found
         structure = jax.tree.structure(traced.out_info)
