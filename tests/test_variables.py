@@ -737,3 +737,17 @@ def test_an_array_of_one_device_is_added(kind):
     np.testing.assert_array_equal(variable.numpy(), [4, 4])
     assert variable.value.sharding.device_set == set(strategy.replica_mesh.devices)
     assert float(metric.result()) == 4
+
+
+@pytest.mark.filterwarnings("error::DeprecationWarning")
+@pytest.mark.parametrize("kind", ["auto", "on_read"])
+def test_numpy_copies(strategy, kind):
+    with strategy.scope():
+        variable = keras.Variable(
+            np.ones(2, "float32"), synchronization=kind, aggregation="mean"
+        )
+    copied = np.array(variable)
+    copied += 1
+    np.testing.assert_array_equal(copied, [2, 2])
+    np.testing.assert_array_equal(np.asarray(variable, "float64"), [1, 1])
+    assert np.array(variable, "int32", copy=True).dtype == np.int32

@@ -336,6 +336,16 @@ class DistributedVariable(compat.Variable):
         """Whether its text contains the value."""
         return self.is_initialized
 
+    def __array__(
+        self, dtype: Any = None, copy: bool | None = None
+    ) -> np.ndarray[Any, Any]:
+        # NumPy 2 warns where `copy` is missing, as it is in Keras's.
+        array = self._on_host(dtype)
+        return np.array(array) if copy else array
+
+    def _on_host(self, dtype: Any) -> np.ndarray[Any, Any]:
+        return super().__array__(dtype)
+
     def __repr__(self) -> str:
         value = (
             f", value={keras.ops.convert_to_numpy(self._read_stored())}"

@@ -141,10 +141,10 @@ class MirroredVariable(DistributedVariable):
         value = self.stored
         return value is not None and not is_divided_over_processes(value)
 
-    def __array__(self, dtype: Any = None) -> np.ndarray[Any, Any]:
+    def _on_host(self, dtype: Any) -> np.ndarray[Any, Any]:
         value = self.value
         if isinstance(value, jax.core.Tracer) or value.is_fully_addressable:
-            return super().__array__(dtype)
+            return super()._on_host(dtype)
         if is_divided_over_processes(value):
             liveness.current.begin_program(
                 self.replica_mesh.num_processes, f"at the reading of {self.path!r}"
