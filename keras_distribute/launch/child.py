@@ -10,6 +10,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from keras_distribute import checks
+from keras_distribute.errors import StructureTypeError
 from keras_distribute.launch.folders import check_private
 from keras_distribute.launch.modules import loaded, module_of
 
@@ -31,7 +33,7 @@ def main(folder: Path) -> int:
             module = module_of(call["module"], call["main"])
             function = operator.attrgetter(call["name"])(module)
         args, kwargs = loaded(call["arguments"], call["main"])
-        said = dumps((function(*args, **kwargs), None))
+        said = _as_bytes(function(*args, **kwargs), dumps)
     except BaseException as failure:
         caught, said = failure, pickle.dumps((None, traceback.format_exc()))
     part = result.with_suffix(".part")
@@ -43,6 +45,18 @@ def main(folder: Path) -> int:
         raise caught  # It ends a script without `sys.excepthook`.
     sys.excepthook(type(caught), caught, caught.__traceback__)  # As for a script.
     return 1
+
+
+def _as_bytes(value: Any, dumps: Any) -> bytes:
+    try:
+        return dumps((value, None))
+    except Exception as error:
+        raise StructureTypeError(
+            "What the function returns cannot be pickled, to be sent to its caller.",
+            received=f"{checks.shown(value)}: {error}",
+            fix="return NumPy arrays, numbers or texts; of a distributed value "
+            "[np.asarray(v) for v in strategy.experimental_local_results(value)].",
+        ) from error
 
 
 if __name__ == "__main__":

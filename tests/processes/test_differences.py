@@ -248,3 +248,9 @@ def test_workers_that_draw_leave_the_orders_alike():
     first, second = kd.testing.run_in_processes(scenarios.orders_of_workers, 2)
     assert first == second
     assert first[0] == [0, 1, 2] != first[1] != first[2]
+
+
+def test_values_of_all_replicas_are_no_result():
+    said = r"(?s)cannot be pickled.*Received: .*strategy.experimental_local_results"
+    with pytest.raises(kd.errors.ClusterError, match=said):
+        kd.testing.run_in_processes(scenarios.values_of_replicas, 2)
