@@ -38,6 +38,8 @@
   public means.
 - `partial_eval.dce_jaxpr`: a traced program without what nothing needs, as JAX leaves
   it out of a program before XLA. Goes when `jax.extend` has it.
+- `Client.get_default_layout`, `Layout.from_pjrt_layout`: in which order a device has
+  the axes of an array in its memory, before there is one. Go when JAX says it.
 - `newly_manual_axes`, `jaxpr`, `in_specs`, `out_specs`, parameters of `shard_map` in a
   traced program: over how many devices it runs what it contains, and of what. Go when
   JAX says what they are.
@@ -60,6 +62,7 @@ import numpy as np
 from jax._src import config, core, distributed, xla_bridge
 from jax._src.interpreters import partial_eval, pxla
 from jax._src.lax import parallel
+from jax.experimental.layout import Layout
 
 from keras_distribute._compat.seams import check
 
@@ -110,6 +113,18 @@ def array_of_pieces(
 
 check(jax.stages.Compiled, "_call")
 check(core.Tracer, "_trace")
+
+
+def axes_in_memory(
+    device: jax.Device, shape: tuple[int, ...], dtype: Any
+) -> tuple[int, ...]:
+    """The axes of an array of such a shape on a device, the innermost last."""
+    layout: Any = Layout
+    try:
+        found = device.client.get_default_layout(np.dtype(dtype), shape, device)
+    except jax.errors.JaxRuntimeError:  # A client that does not know.
+        return tuple(range(len(shape)))
+    return tuple(layout.from_pjrt_layout(found).major_to_minor)
 
 
 def without_unused(program: Any) -> Any:

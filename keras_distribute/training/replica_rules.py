@@ -29,6 +29,7 @@ from keras_distribute._compat import optimizer as compat
 from keras_distribute._compat.variables import takes_gradient_as_value
 from keras_distribute.context import Frame, Mode
 from keras_distribute.devices.by_rows.program import ADDEND
+from keras_distribute.devices.memory_order import as_weights
 from keras_distribute.devices.mesh import REPLICA_AXIS
 from keras_distribute.devices.where_used import tied_by_barrier
 from keras_distribute.values import reductions
@@ -161,11 +162,12 @@ def _summed(grads: list[Any]) -> list[Any]:
 
 def _sum(gradients: list[Any]) -> list[Any]:
     strategy = context.get_strategy()
-    return reductions.sum_gradients(
+    sums = reductions.sum_gradients(
         strategy.extended.cross_device_ops,
         gradients,
         strategy.placement.communication_dtype,
     )
+    return [as_weights(total, strategy.replica_mesh) for total in sums]
 
 
 def _apply_scaled(optimizer: Any, grads: list[Any], targets: list[Any]) -> None:

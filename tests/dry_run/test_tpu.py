@@ -272,6 +272,26 @@ def test_few_rows_travel_in_place_of_weights(topology):
 
 
 @pytest.mark.timeout(300)
+def table_of_many_rows():
+    policy = "mixed_bfloat16"
+    ids = keras.Input((20,), dtype="int32")
+    table = keras.layers.Embedding(100_000, 64, dtype=policy)
+    x = keras.layers.GlobalAveragePooling1D(dtype=policy)(table(ids))
+    for units in (512, 256):
+        x = keras.layers.Dense(units, "relu", dtype=policy)(x)
+    model = keras.Model(ids, keras.layers.Dense(10)(x))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss)
+    return model
+
+
+@pytest.mark.parametrize("rows", [256, 4096])
+def test_no_copies_of_a_table_are_made_for_its_step(rows):
+    """A chip has its long axis innermost: the gradient comes so, too."""
+    found = kd.dry_run(table_of_many_rows, rows, topology="v5e:2x2")
+    assert found.memory.temporary < 100_000 * 64 * 4
+
+
 def test_weights_are_gathered_while_the_layer_before_is_computed():
     """Where the compiler can: for v5e by itself, beside a product that is large enough.
     The first weight has none before it.

@@ -22,6 +22,7 @@ from jax.extend import core
 from keras_distribute import context
 from keras_distribute.devices import jaxprs
 from keras_distribute.devices.by_rows import program, sums
+from keras_distribute.devices.memory_order import as_weights
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training.replica_rules import GRADIENT
 from keras_distribute.training.steps import accumulating
@@ -153,8 +154,10 @@ def _of_one_replica(
 
     def sum_of_gradient(own: Any, of_rows: Callable[[], Any] | None) -> Any:
         if of_rows is not None and type(ops) is NcclAllReduce:
-            return of_rows()  # Another one may add as its user wants.
-        return reductions.sum_gradients(ops, [own], dtype)[0]
+            total = of_rows()  # Another one may add as its user wants.
+        else:
+            total = reductions.sum_gradients(ops, [own], dtype)[0]
+        return as_weights(total, mesh) if in_parts is None else total
 
     mesh, named = strategy.replica_mesh, {GRADIENT: sum_of_gradient}
     try:
