@@ -20,12 +20,16 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from keras_distribute._compat.jax_internals import axes_in_memory
 from keras_distribute.devices.mesh import ReplicaMesh
 
+# Elements. Copies of smaller ones, such as kernels of convolutions, cost little, and XLA
+# finds the order with which all of the step takes the least time.
+_SMALLEST = 2**20
+
 
 def as_weights(value: Any, mesh: ReplicaMesh) -> Any:
     """A gradient in a program of a replica, in the order that its device has its weight
     in.
     """
-    if mesh.platform != "tpu" or mesh.logical_axes:
+    if mesh.platform != "tpu" or mesh.logical_axes or value.size < _SMALLEST:
         return value
     order = _order(mesh.devices[0], value.shape, np.dtype(value.dtype))
     if order == tuple(range(value.ndim)):
