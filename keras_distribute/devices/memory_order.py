@@ -20,8 +20,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from keras_distribute._compat.jax_internals import axes_in_memory
 from keras_distribute.devices.mesh import ReplicaMesh
 
-# Elements. Copies of smaller ones, such as kernels of convolutions, cost little, and XLA
-# finds the order with which all of the step takes the least time.
+# Elements. Copies of smaller ones, such as kernels of convolutions, cost little, and
+# XLA finds the order with which all of the step takes the least time.
 _SMALLEST = 2**20
 
 
