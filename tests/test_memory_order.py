@@ -35,7 +35,7 @@ def long_axis_innermost(monkeypatch):
     def order(device, shape, dtype):
         return tuple(sorted(range(len(shape)), key=shape.__getitem__))
 
-    monkeypatch.setattr(memory_order, "_order", order)
+    monkeypatch.setattr(memory_order, "axes_in_memory", order)
 
 
 def orders_in(shape, mesh):

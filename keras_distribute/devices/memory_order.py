@@ -3,18 +3,15 @@
 A TPU has them by its own rule, so that the tiles of its memory are full: of a table of
 100,000 x 64, the long axis is innermost. Inside a program, XLA (JAX 0.10) gives a
 gradient the order that the operation before it likes, here the other one. It then
-copies the weight and its slots to that order for the optimizer's step, and back: five
-copies, each of twice the size, half empty. A gradient that comes in the order of the
-weight is the only one that is copied.
+copies the weight and its slots to that order for the optimizer's step, and back, in
+tiles that are half empty. A gradient that comes in the order of the weight is all that
+is copied.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import jax
-import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from keras_distribute._compat.jax_internals import axes_in_memory
@@ -31,14 +28,7 @@ def as_weights(value: Any, mesh: ReplicaMesh) -> Any:
     """
     if mesh.platform != "tpu" or mesh.logical_axes or value.size < _SMALLEST:
         return value
-    order = _order(mesh.devices[0], value.shape, np.dtype(value.dtype))
+    order = axes_in_memory(mesh.devices[0], value.shape, value.dtype)
     if order == tuple(range(value.ndim)):
         return value
     return with_layout_constraint(value, Layout(order))
-
-
-@functools.lru_cache(maxsize=4096)
-def _order(
-    device: jax.Device, shape: tuple[int, ...], dtype: np.dtype[Any]
-) -> tuple[int, ...]:
-    return axes_in_memory(device, shape, dtype)
